@@ -1,0 +1,65 @@
+# Everything sets itself up in a local .venv: `make train` and `make test` are all a fresh machine needs.
+# A second run finds the stamps newer than the sources and starts at once.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+BUILD_INPUTS := pyproject.toml setup.py constraints.txt src/paceline/_version.py $(wildcard csrc/*.c csrc/*.h csrc/include/*.h)
+
+.PHONY: help train test check lint types fast-test bench docs native-test gpu-test setup clean
+
+help:
+	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
+	@echo "make test         the whole test suite (options: make test ARGS='-k sampler')"
+	@echo "make check        lint, strict types, fast tests"
+	@echo "make bench        all benchmarks, tables on the terminal"
+	@echo "make docs         the documentation as HTML in site/"
+	@echo "make native-test  sanitizer builds of the native core"
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+# The package itself, editable, with what the example needs.
+$(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
+	@touch $@
+
+# What tests, lint and type checks need on top.
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.installed-dev
+
+train: $(VENV)/.installed
+	$(BIN)/python examples/digits.py $(ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(ARGS)
+
+check: lint types fast-test
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/mypy
+
+fast-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+
+bench: $(VENV)/.installed-dev
+	$(BIN)/paceline bench all $(ARGS)
+
+docs: $(VENV)/.installed-dev
+	$(PIP) install --quiet --constraint constraints.txt '.[docs]'
+	$(BIN)/python docs/build.py --output site
+
+native-test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -q tests/native $(ARGS)
+
+clean:
+	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -f src/paceline/shm/*.so src/paceline/shm/native_build.json

@@ -1,0 +1,2 @@
+#include "paceline_core.h"
+int plc_abi_version(void) { return 1; }

@@ -1,0 +1,37 @@
+"""Dispatches `paceline <command>`. Each command's module is imported only when that command is called."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from paceline._version import __version__
+from paceline.errors import PacelineError
+
+__all__ = ["main"]
+
+# name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
+_COMMANDS: dict[str, tuple[str, str]] = {
+    "doctor": ("paceline.cli.doctor", "show what this machine and installation offer, and whether they work"),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    parser = argparse.ArgumentParser(prog="paceline", description="Data-parallel training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"paceline {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, (module, summary) in _COMMANDS.items():
+        sub = commands.add_parser(name, help=summary, description=summary)
+        if name in arguments[:1]:
+            importlib.import_module(module).add_arguments(sub)
+    options = parser.parse_args(arguments)
+    try:
+        code: int = importlib.import_module(_COMMANDS[options.command][0]).run(options)
+    except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    return code

@@ -1,0 +1,112 @@
+"""Every exception Paceline raises.
+
+    PacelineError
+    |- ConfigError(ValueError)              the caller's mistake: an argument, the environment
+    |- MismatchError                        ranks disagree: shape, dtype, order, call; lists every rank's value
+    |- GroupError                           the group is lost
+    |  |- CollectiveTimeout(TimeoutError)   who is missing, in which call, since when
+    |  |- PeerLost                          rank, pid, signal or exit code
+    |  `- GroupAborted                      someone called abort
+    |- LaunchError                          first failed rank, exit code, tail of its log
+    `- NativeError                          the native core is missing or does not fit
+
+A message says what happened, on which rank, what was expected and what was found, and what to do about it. The
+same facts are attributes of the exception, for programs.
+"""
+
+from __future__ import annotations
+
+import signal as _signal
+from collections.abc import Mapping, Sequence
+
+__all__ = [
+    "PacelineError",
+    "ConfigError",
+    "MismatchError",
+    "GroupError",
+    "CollectiveTimeout",
+    "PeerLost",
+    "GroupAborted",
+    "LaunchError",
+    "NativeError",
+]
+
+
+class PacelineError(RuntimeError):
+    """Base of all errors raised by Paceline."""
+
+
+class ConfigError(PacelineError, ValueError):
+    """The caller's mistake: a wrong argument or a contradictory environment."""
+
+
+class MismatchError(PacelineError):
+    """Ranks disagree about something they must share. `values` maps each rank to what it had."""
+
+    def __init__(self, message: str, values: Mapping[int, str] | None = None) -> None:
+        super().__init__(message)
+        self.values: dict[int, str] = dict(values or {})
+
+
+class GroupError(PacelineError):
+    """The process group can no longer be used."""
+
+
+class CollectiveTimeout(GroupError, TimeoutError):
+    """A wait reached its deadline. `missing` lists the ranks that had not arrived."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class PeerLost(GroupError):
+    """A peer process ended while others were waiting for it.
+
+    `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell.
+    """
+
+    def __init__(
+        self, message: str, rank: int | None = None, pid: int | None = None, exitcode: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.pid = pid
+        self.exitcode = exitcode
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that ended the peer, if one did."""
+        return -self.exitcode if self.exitcode is not None and self.exitcode < 0 else None
+
+
+class GroupAborted(GroupError):
+    """Someone aborted the group while this rank was using it."""
+
+
+class LaunchError(PacelineError):
+    """A launched rank failed. Carries the first rank to fail, its exit code and the tail of its output."""
+
+    def __init__(
+        self, message: str, rank: int | None = None, exitcode: int | None = None, tail: str = ""
+    ) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exitcode = exitcode
+        self.tail = tail
+
+
+class NativeError(PacelineError):
+    """The native core is missing, was built for another version, or refused to work."""
+
+
+def describe_exit(exitcode: int | None) -> str:
+    """Say how a process ended, in words: "killed by SIGKILL", "exited with code 3", "ended"."""
+    if exitcode is None:
+        return "ended, how is unknown"
+    if exitcode >= 0:
+        return f"exited with code {exitcode}"
+    try:
+        return f"killed by {_signal.Signals(-exitcode).name}"
+    except ValueError:
+        return f"killed by signal {-exitcode}"

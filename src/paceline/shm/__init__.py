@@ -1,0 +1,1 @@
+"""Shared-memory collectives: the Python face of the native core."""

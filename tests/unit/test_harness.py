@@ -1,0 +1,97 @@
+"""The harness itself: it must report, in time, what goes wrong in a rank - or every other test lies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from tests.harness import RankDied, RanksTimedOut, init_group, leaks, run_ranks
+
+
+def test_results_come_back_in_rank_order():
+    assert run_ranks(3, lambda rank, world, base: base + rank * world, 100) == [100, 103, 106]
+
+
+def test_ranks_can_talk():
+    def sum_of_ranks(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("gloo")
+        value = torch.tensor([rank])
+        dist.all_reduce(value)
+        dist.destroy_process_group()
+        return value.item()
+
+    assert run_ranks(3, sum_of_ranks) == [3, 3, 3]
+
+
+def test_the_first_error_in_time_is_raised_with_the_others_attached():
+    def fail_late(rank, world):
+        time.sleep(0.1 if rank == 1 else 0.6)
+        raise ValueError(f"from {rank}")
+
+    with pytest.raises(ValueError, match="from 1") as caught:
+        run_ranks(2, fail_late)
+    notes = "\n".join(caught.value.__notes__)
+    assert "fail_late" in notes
+    assert "and later rank 0: ValueError('from 0')" in notes
+
+
+def test_a_killed_rank_is_reported_with_its_signal():
+    with pytest.raises(RankDied) as caught:
+        run_ranks(1, lambda rank, world: os.kill(os.getpid(), signal.SIGKILL))
+    assert caught.value.exitcode == -signal.SIGKILL
+
+
+def test_a_time_out_prints_the_stack_of_every_late_rank_and_ends_them():
+    pids = []
+
+    def stuck_in_here(rank, world):
+        time.sleep(60 if rank == 1 else 0)
+
+    with pytest.raises(RanksTimedOut, match=r"(?s)1 of 2 ranks.*rank 0 ended.*rank 1.*stuck_in_here"):
+        run_ranks(2, stuck_in_here, timeout=2.0, on_start=pids.extend)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+def test_an_error_that_cannot_be_pickled_still_arrives():
+    class Awkward(Exception):
+        def __init__(self, a, b):
+            super().__init__(a)
+
+    def fail(rank, world):
+        raise Awkward(1, 2)
+
+    with pytest.raises(RuntimeError, match="Awkward"):
+        run_ranks(1, fail)
+
+
+def test_leaks_are_seen(monkeypatch):
+    monkeypatch.setattr(leaks, "GRACE_S", 0.0)
+    before = leaks.snapshot()
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="left-over")
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    fd = os.memfd_create("paceline-test")
+    monkeypatch.setenv("LEFT_OVER", "1")
+    try:
+        found = "\n".join(leaks.leaks(before))
+    finally:
+        stop.set()
+        thread.join()
+        child.communicate(b"\n")
+        os.close(fd)
+    assert "thread: left-over" in found
+    assert f"child process: {child.pid}" in found
+    assert "environment variable: LEFT_OVER=1" in found
+    assert "shared memory object: /memfd:paceline-test" in found
