@@ -29,6 +29,7 @@ __all__ = [
     "GroupAborted",
     "LaunchError",
     "NativeError",
+    "describe_exit",
 ]
 
 
@@ -87,9 +88,7 @@ class GroupAborted(GroupError):
 class LaunchError(PacelineError):
     """A launched rank failed. Carries the first rank to fail, its exit code and the tail of its output."""
 
-    def __init__(
-        self, message: str, rank: int | None = None, exitcode: int | None = None, tail: str = ""
-    ) -> None:
+    def __init__(self, message: str, rank: int | None = None, exitcode: int | None = None, tail: str = "") -> None:
         super().__init__(message)
         self.rank = rank
         self.exitcode = exitcode

@@ -46,10 +46,7 @@ def _children() -> set[str]:
                 command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
                 continue
-            if (
-                "multiprocessing.forkserver" not in command
-                and "multiprocessing.resource_tracker" not in command
-            ):
+            if "multiprocessing.forkserver" not in command and "multiprocessing.resource_tracker" not in command:
                 found.add(f"{pid} {command.strip() or '(zombie)'}")
     return found
 

@@ -1,4 +1,4 @@
-"""The shape of the code base: imports point downwards, public names are declared, the C ABI is what its header says."""
+"""The shape of the code: imports point downwards, public names are declared, the C ABI is its header."""
 
 from __future__ import annotations
 
@@ -112,9 +112,7 @@ def test_all_equals_the_public_names(name):
     public = {n for n in defined if not n.startswith("_")}
     is_package = modules()[name].name == "__init__.py"
     if declared is None:
-        assert not public or name.endswith(("__main__", "_version")), (
-            f"{name} has no __all__ but defines {public}"
-        )
+        assert not public or name.endswith(("__main__", "_version")), f"{name} has no __all__ but defines {public}"
         return
     assert len(declared) == len(set(declared))
     if is_package:
@@ -149,8 +147,6 @@ def test_exported_symbols_equal_the_header():
         pytest.skip("the native core is not built here")
     header = (ROOT / "csrc" / "include" / "paceline_core.h").read_text()
     declared = set(re.findall(r"PLC_API[^;(]*?\b(plc_\w+)\s*\(", header))
-    table = subprocess.run(
-        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
-    )
+    table = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
     exported = {line.split()[-1].split("@")[0] for line in table.stdout.splitlines()}
     assert exported == declared
