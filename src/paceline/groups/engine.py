@@ -17,7 +17,7 @@ from paceline.errors import ConfigError
 from paceline.shm import Communicator
 from paceline.shm.native import ANY_SOURCE, Kind, Message, Request
 
-__all__ = ["Engine", "HostEngine", "Reduction", "Ticket", "address_of"]
+__all__ = ["SUM", "Engine", "HostEngine", "Reduction", "Ticket", "address_of", "core_dtype", "dtype_label"]
 
 _BYTES = 16
 _DTYPES = {
@@ -160,14 +160,12 @@ class HostEngine:
     # --- reductions --------------------------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         if wait:
-            dtype = _reducible(tensor)
+            dtype = core_dtype(tensor)
             self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.factor, timeout_ns)
             return None
         return self._start(_reduction(Kind.ALLREDUCE, tensor, op, timeout_ns), tensor)
 
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         request = _reduction(Kind.REDUCE, tensor, op, timeout_ns)
         request.root = root
         return self._run_or_start(request, tensor, wait)
@@ -184,7 +182,7 @@ class HostEngine:
         pointers, counts = _table(inputs)
         request = Request(
             kind=Kind.REDUCE_SCATTER,
-            dtype=_reducible(output),
+            dtype=core_dtype(output),
             op=op.code,
             root=-1,
             output=address_of(output),
@@ -238,7 +236,9 @@ class HostEngine:
     ) -> Ticket | None:
         # An all-to-all in which only the root sends and everyone wants something from the root alone.
         request = _movement(Kind.SCATTER, output, timeout_ns, root=root)
-        wanted = [output if r == root else output[:0] if output.dim() else output.new_empty(0) for r in range(self.size)]
+        wanted = [
+            output if r == root else output[:0] if output.dim() else output.new_empty(0) for r in range(self.size)
+        ]
         pointers, counts = _table(wanted, in_bytes=True)
         request.outputs, request.out_counts = pointers, counts
         keep: Any = (output, wanted, pointers, counts)
@@ -315,7 +315,13 @@ class HostEngine:
             )
 
 
-def _reducible(tensor: torch.Tensor) -> int:
+def dtype_label(tensor: torch.Tensor) -> int:
+    """A number for an element type, the same on every rank; torch itself offers none."""
+    return _LABELS[tensor.dtype]
+
+
+def core_dtype(tensor: torch.Tensor) -> int:
+    """The core's number for a tensor's element type."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:
@@ -326,7 +332,7 @@ def _reduction(kind: int, tensor: torch.Tensor, op: Reduction, timeout_ns: int) 
     address = address_of(tensor)
     return Request(
         kind=kind,
-        dtype=_reducible(tensor),
+        dtype=core_dtype(tensor),
         op=op.code,
         root=-1,
         count=tensor.numel(),
@@ -343,13 +349,12 @@ def _movement(kind: int, tensor: torch.Tensor, timeout_ns: int, root: int = -1) 
         kind=kind,
         dtype=_BYTES,
         root=root,
-        label=_LABELS[tensor.dtype],
+        label=dtype_label(tensor),
         count=tensor.numel() * tensor.element_size(),
         timeout_ns=timeout_ns,
     )
 
 
-# torch has no number for a dtype in Python; its name is the same everywhere.
 _LABELS = {
     dtype: int.from_bytes(str(dtype).removeprefix("torch.").encode()[-8:].rjust(8, b"\0"), "little")
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -17,6 +17,7 @@ from torch._C._distributed_c10d import Work
 from paceline.errors import ConfigError
 from paceline.groups import sparse
 from paceline.groups.engine import Engine, Reduction, Ticket
+from paceline.groups.monitored import monitored_barrier
 from paceline.groups.work import Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.shm.native import ANY_SOURCE
 
@@ -51,6 +52,7 @@ class PacelineGroup(dist.ProcessGroup):
         self._completer = Completer(f"paceline-futures-{rank}")
         self._split = split
         self._coalescing: list[Work] | None = None
+        self._monitored_barriers = 0
         self._name = self._desc = ""
         self._others: dict[str, Any] = {}  # device type -> backend of another kind
         self.options = dist.Backend.Options("paceline", timeout) if hasattr(dist.Backend, "Options") else None
@@ -238,7 +240,9 @@ class PacelineGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        return self._all_of(self.reduce_scatter_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True))
+        return self._all_of(
+            self.reduce_scatter_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True)
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -302,7 +306,9 @@ class PacelineGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        return self._all_of(self.all_gather_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True))
+        return self._all_of(
+            self.all_gather_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True)
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -311,7 +317,8 @@ class PacelineGroup(dist.ProcessGroup):
     ) -> Work:
         # torch gives one list per rank, each holding one tensor per input.
         return self._all_of(
-            self.allgather([[outputs[i] for outputs in output_lists]], [tensor], opts) for i, tensor in enumerate(inputs)
+            self.allgather([[outputs[i] for outputs in output_lists]], [tensor], opts)
+            for i, tensor in enumerate(inputs)
         )
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None) -> Work:
@@ -410,7 +417,14 @@ class PacelineGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names every rank that did not come, within its own time limit."""
-        self._engine.barrier(wait=True, timeout_ns=self._timeout(timeout))
+        if timeout is None:
+            limit = self._timeout_ns
+        else:
+            limit = int(
+                (timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)).total_seconds() * 1e9
+            )
+        self._monitored_barriers += 1
+        monitored_barrier(self._engine, self._monitored_barriers, limit, wait_all_ranks=wait_all_ranks)
 
     # --- messages ------------------------------------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
@@ -566,7 +580,11 @@ def _only(tensors: Any) -> Any:
 
 
 def _is_flat(tensors: Any) -> bool:
-    return isinstance(tensors, list | tuple) and all(isinstance(tensor, torch.Tensor) for tensor in tensors) and tensors != []
+    return (
+        isinstance(tensors, list | tuple)
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        and tensors != []
+    )
 
 
 def _flattened(tensors: Any) -> list[torch.Tensor]:

@@ -131,7 +131,9 @@ class Communicator:
         return self._handle
 
     # --- collectives -----------------------------------------------------------------------------------------------
-    def allreduce(self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1) -> None:
+    def allreduce(
+        self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
+    ) -> None:
         """Reduce `count` elements in place."""
         status = self._allreduce(self.handle, address, count, dtype, op, factor, timeout_ns)
         if status:
@@ -186,7 +188,9 @@ class Communicator:
         if status == Status.MISMATCH:
             return self._mismatch()
         if status == Status.INVALID:
-            return ConfigError(f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation")
+            return ConfigError(
+                f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation"
+            )
         if status == Status.SYSTEM:
             number = C.get_errno()
             return NativeError(f"rank {self._me}: {Kind.NAMES[kind]}: the system refused: {os.strerror(number)}")
@@ -203,7 +207,7 @@ class Communicator:
         if status == Status.TIMEOUT:
             missing = [failure.missing[i] for i in range(failure.missing_count)]
             return CollectiveTimeout(
-                f"rank {self._me} waited {self.timeout.total_seconds():g} s {where} for "
+                f"rank {self._me} reached the timeout of {self.timeout.total_seconds():g} s {where}, waiting for "
                 + "; ".join(f"rank {self.names[r]} ({self._condition(r)})" for r in missing)
                 + ". Give the late rank more time (`timeout=` of init_process_group) or see where it is stuck: "
                 "all ranks must make the same calls in the same order",
@@ -335,4 +339,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return _exit_code(pid) is None
-
