@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import ConfigError
-from paceline.shm import Communicator
+from paceline.shm import BucketArena, Communicator
 from paceline.shm.native import ANY_SOURCE, Kind, Message, Request
 
 __all__ = ["SUM", "Engine", "HostEngine", "Reduction", "Ticket", "address_of", "core_dtype", "dtype_label"]
@@ -287,6 +287,11 @@ class HostEngine:
         )
         self.comm.post(message, is_send=is_send)
         return _MessageTicket(self.comm, message, tensor)
+
+    # --- buckets -----------------------------------------------------------------------------------------------------
+    def open_arena(self, store: Any, bytes_per_rank: int, buckets: int) -> BucketArena:
+        """Shared memory in which this group's gradients can lie; the same call on all ranks."""
+        return BucketArena.open(self.comm, store, bytes_per_rank, buckets)
 
     # --- life --------------------------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
