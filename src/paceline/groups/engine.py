@@ -41,13 +41,17 @@ _DTYPES = {
 
 
 class Reduction:
-    """An operation and, for PREMUL_SUM, its factor. The codes are torch's and the core's alike."""
+    """An operation and, for PREMUL_SUM, its factor. The codes are torch's and the core's alike.
 
-    __slots__ = ("code", "factor")
+    A tensor of factors is applied by the process group; an engine only ever sees a number.
+    """
 
-    def __init__(self, code: int, factor: float = 1.0) -> None:
+    __slots__ = ("code", "factor", "scalar")
+
+    def __init__(self, code: int, factor: float | torch.Tensor = 1.0) -> None:
         self.code = code
         self.factor = factor
+        self.scalar = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
 
 
 SUM = Reduction(0)
@@ -157,11 +161,11 @@ class HostEngine:
         self.rank = comm.rank
         self.size = comm.size
 
-    # --- reductions --------------------------------------------------------------------------------------------------
+    # --- reductions --------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         if wait:
             dtype = core_dtype(tensor)
-            self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.factor, timeout_ns)
+            self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.scalar, timeout_ns)
             return None
         return self._start(_reduction(Kind.ALLREDUCE, tensor, op, timeout_ns), tensor)
 
@@ -188,12 +192,12 @@ class HostEngine:
             output=address_of(output),
             inputs=pointers,
             in_counts=counts,
-            factor=op.factor,
+            factor=op.scalar,
             timeout_ns=timeout_ns,
         )
         return self._run_or_start(request, (output, inputs, pointers, counts), wait)
 
-    # --- moving data -------------------------------------------------------------------------------------------------
+    # --- moving data -------------------------------------------------------------------------------
     def broadcast(self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int) -> Ticket | None:
         address = address_of(tensor)
         request = _movement(Kind.BROADCAST, tensor, timeout_ns, root=root)
@@ -270,7 +274,7 @@ class HostEngine:
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         return self._run_or_start(Request(kind=Kind.BARRIER, dtype=_BYTES, root=-1, timeout_ns=timeout_ns), None, wait)
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         return self._post(tensor, peer, tag, timeout_ns, is_send=True)
 
@@ -288,12 +292,12 @@ class HostEngine:
         self.comm.post(message, is_send=is_send)
         return _MessageTicket(self.comm, message, tensor)
 
-    # --- buckets -----------------------------------------------------------------------------------------------------
+    # --- buckets -----------------------------------------------------------------------------------
     def open_arena(self, store: Any, bytes_per_rank: int, buckets: int) -> BucketArena:
         """Shared memory in which this group's gradients can lie; the same call on all ranks."""
         return BucketArena.open(self.comm, store, bytes_per_rank, buckets)
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self.comm.timeout = timeout
 
@@ -343,7 +347,7 @@ def _reduction(kind: int, tensor: torch.Tensor, op: Reduction, timeout_ns: int) 
         count=tensor.numel(),
         input=address,
         output=address,
-        factor=op.factor,
+        factor=op.scalar,
         timeout_ns=timeout_ns,
     )
 

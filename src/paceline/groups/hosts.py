@@ -27,11 +27,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from paceline.errors import CollectiveTimeout, ConfigError, GroupError, MismatchError, PacelineError, PeerLost
 from paceline.groups.engine import HostEngine, Reduction, Ticket, address_of, core_dtype, dtype_label
-from paceline.shm import Communicator
-from paceline.shm import native
+from paceline.shm import Communicator, native
 from paceline.shm.communicator import describe_call
 from paceline.shm.native import ANY_SOURCE, CallRecord, Kind
 
@@ -46,9 +46,7 @@ _AGREED = 1
 class ManyHostsEngine:
     """One rank of a group on several hosts. `host_of[r]` is the index of rank r's host."""
 
-    def __init__(
-        self, store: dist.Store, rank: int, host_of: Sequence[int], comm: Communicator, timeout: timedelta
-    ) -> None:
+    def __init__(self, store: Store, rank: int, host_of: Sequence[int], comm: Communicator, timeout: timedelta) -> None:
         self.rank, self.size = rank, len(host_of)
         self._host_of = list(host_of)
         self._host = host_of[rank]
@@ -59,14 +57,14 @@ class ManyHostsEngine:
         self._lanes = min(len(members) for members in self._members)
         self._timeout = timeout
         self._sequence = 0
-        self._everyone = dist.ProcessGroupGloo(dist.PrefixStore("everyone/", store), rank, self.size, timeout=timeout)
+        self._everyone: Any = ProcessGroupGloo(PrefixStore("everyone/", store), rank, self.size, timeout=timeout)
         self._lane: Any = None
         if self._place < self._lanes:
-            lane_store = dist.PrefixStore(f"lane{self._place}/", store)
-            self._lane = dist.ProcessGroupGloo(lane_store, self._host, self._hosts, timeout=timeout)
+            lane_store = PrefixStore(f"lane{self._place}/", store)
+            self._lane = ProcessGroupGloo(lane_store, self._host, self._hosts, timeout=timeout)
         self._order = _InOrder()
 
-    # --- collectives -------------------------------------------------------------------------------------------------
+    # --- collectives -------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         call = self._call(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
         return self._do(call, lambda: self._reduce_all(tensor, op), wait)
@@ -151,7 +149,7 @@ class ManyHostsEngine:
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         return self._do(self._call(Kind.BARRIER, 16, 0), lambda: None, wait)
 
-    # --- messages ------------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         return _GlooTicket(self._everyone.send([_bytes(tensor)], peer, abs(tag)), tensor)
 
@@ -161,7 +159,7 @@ class ManyHostsEngine:
             return _GlooTicket(self._everyone.recv_anysource(buffer, abs(tag)), tensor)
         return _GlooTicket(self._everyone.recv(buffer, peer, abs(tag)), tensor)
 
-    # --- life ----------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._local.set_timeout(timeout)
@@ -177,7 +175,7 @@ class ManyHostsEngine:
         self._local.close()
         self._everyone = self._lane = None
 
-    # --- steps ---------------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------
     def _do(self, call: CallRecord, run: Callable[[], None], wait: bool) -> Ticket | None:
         def agreed() -> None:
             with self._failing_together():

@@ -47,7 +47,7 @@ def _collect(engine: Engine, call: int, timeout_ns: int, wait_all_ranks: bool) -
         left = start + timeout_ns - time.monotonic_ns()
         if left <= 0 and not wait_all_ranks:
             raise CollectiveTimeout(
-                f"Rank 0 timed out in monitoredBarrier after {timeout_ns // 1_000_000} ms, before rank {rank} was heard",
+                f"Rank 0 timed out in monitoredBarrier after {timeout_ns // 1_000_000} ms, before hearing rank {rank}",
                 missing=range(rank, engine.size),
             )
         if not _heard_from(engine, rank, call, max(left, 1_000_000)):
@@ -78,6 +78,6 @@ def _report(engine: Engine, call: int, timeout_ns: int) -> None:
         _hear(engine, 0, call, timeout_ns)
     except GroupError as error:
         raise CollectiveTimeout(
-            f"Rank {engine.rank} successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0; "
-            f"rank 0's error names the rank at fault ({error})"
+            f"Rank {engine.rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank 0; rank 0's error names the rank at fault ({error})"
         ) from error

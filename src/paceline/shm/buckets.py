@@ -59,9 +59,10 @@ class BucketArena:
 
         handle = C.c_void_p()
         ranks = comm.names
-        with shared_descriptor(
-            store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout
-        ) as (descriptor, _):
+        with shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout) as (
+            descriptor,
+            _,
+        ):
             status = core.plc_arena_open(comm.handle, descriptor, bytes_per_rank, buckets, C.byref(handle))
             if status != Status.OK:
                 raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
@@ -98,6 +99,6 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         raise NativeError(
-            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free memory, raise the memory limit "
-            "of the container, or use smaller models or fewer ranks on this host"
+            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free memory, raise the memory "
+            "limit of the container, or use smaller models or fewer ranks on this host"
         ) from error

@@ -29,10 +29,10 @@ from paceline.shm.rendezvous import Store, exchange, shared_descriptor
 __all__ = ["DTYPE_NAMES", "OP_NAMES", "Communicator", "describe_call"]
 
 DTYPE_NAMES = (
-    "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
-    "complex32 complex64 complex128 bool bytes"
-).split()
-OP_NAMES = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR PREMUL_SUM".split()
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "bool", "bytes"),
+)
+OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
@@ -63,7 +63,7 @@ class Communicator:
         self._run = self._core.plc_run
         self._allreduce = self._core.plc_allreduce
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------
     @classmethod
     def join(
         cls,
@@ -130,7 +130,7 @@ class Communicator:
             raise GroupError("this process group was destroyed; call init_process_group again to use it")
         return self._handle
 
-    # --- collectives -----------------------------------------------------------------------------------------------
+    # --- collectives -------------------------------------------------------------------------------
     def allreduce(
         self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
     ) -> None:
@@ -160,7 +160,7 @@ class Communicator:
             raise self.error(status, request.kind)
         return True
 
-    # --- messages --------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def post(self, message: Message, *, is_send: bool) -> None:
         """Start to send or receive. Keep `message` alive until it finished."""
         status = (self._core.plc_send if is_send else self._core.plc_receive)(self.handle, message)
@@ -176,7 +176,7 @@ class Communicator:
             raise self._message_error(status, message, bool(message.is_send))
         return True
 
-    # --- errors ----------------------------------------------------------------------------------------------------
+    # --- errors ------------------------------------------------------------------------------------
     def calls(self) -> list[native.CallRecord]:
         """What each rank said about the last compared call."""
         records = (native.CallRecord * self.size)()

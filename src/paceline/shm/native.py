@@ -1,4 +1,4 @@
-"""Loads the native core and mirrors its C ABI (`csrc/include/paceline_core.h`). The only file that knows ctypes types."""
+"""Loads the native core and mirrors its C ABI, `csrc/include/paceline_core.h`."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def _load() -> C.CDLL:
         # use_errno: the core reports the operating system's refusals through errno.
         core = C.CDLL(str(_LIBRARY), use_errno=True)
     except OSError as error:
-        raise NativeError(f"the native core cannot be loaded: {error}; reinstall with `pip install --force-reinstall`")
+        raise NativeError(f"the native core cannot be loaded: {error}; reinstall paceline") from error
     version = core.plc_abi_version()
     if version != ABI_VERSION:
         raise NativeError(
