@@ -46,6 +46,6 @@ def random_bits(key: np.uint64, numbers: UInt64s) -> UInt64s:
 
 def check_seed(seed: int) -> int:
     """The seed itself, if it is one."""
-    if not isinstance(seed, int) or not 0 <= seed < 2**64:
+    if not 0 <= seed < 2**64:
         raise ConfigError(f"seed must be an integer from 0 to 2**64 - 1, found {seed!r}")
     return seed
