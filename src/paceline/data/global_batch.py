@@ -112,8 +112,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             stop = min(start + at_once, full)
             offsets = np.arange(start, stop, dtype=np.int64)[:, None] * self.batch_size
             positions = offsets + np.arange(share.start, share.stop, dtype=np.int64)
-            rows: list[list[int]] = self._order.at(epoch, positions.ravel()).reshape(positions.shape).tolist()
-            yield from rows
+            indices = self._order.at(epoch, positions.ravel()).reshape(stop - start, share.count)
+            yield from indices.tolist()
         if first <= full < len(self):
             yield self._order.at(epoch, self.positions(full)).tolist()
 
