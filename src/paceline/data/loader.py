@@ -9,12 +9,12 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from paceline.data.empty import emptied
 from paceline.data.global_batch import GlobalBatchSampler
 from paceline.data.keys import check_seed
-from paceline.data.making import BatchMaker, StreamMaker, as_it_is, draws_nothing
+from paceline.data.making import BatchMaker, Recipe, StreamMaker, as_it_is, draws_nothing
 from paceline.data.plan import GlobalPlan, Plan, SamplerPlan, StreamPlan
 from paceline.data.sharded import ShardedIterable
+from paceline.data.split import Share
 from paceline.data.transfer import find_device, is_accelerator, on_device
 from paceline.errors import ConfigError
 
@@ -40,8 +40,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
       sample's index alone: the same at every world size and number of workers. The training loop's own are untouched.
     - `state_dict()` is the position after the batch that the training loop received last, whatever is prefetched.
       Load it into a loader of any world size and number of workers.
-    - A rank whose share of the last global batch is empty gets a batch of zero samples, made from a collated sample
-      cut to `[0:0]`, so that all ranks make the same number of steps.
+    - A rank whose share of the last global batch is empty gets a batch of zero samples with the structure, shapes and
+      types of the others, so that all ranks make the same number of steps.
 
     Args beyond torch's:
         seed: of the order and of the samples' random numbers; the sampler's, or 0.
@@ -49,7 +49,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         model: is told `model.no_more_data()` when an epoch's data is at its end.
         rank, world_size: both, or neither to take them from the default group or the launcher's environment.
         seed_samples: False saves the time for seeding, if loading draws no random numbers.
-        empty_batch: makes a batch of zero samples from a batch of one, for batches that do not slice.
+        empty_batch: makes a batch of zero samples from a batch of one. Needed only for batches that are neither
+            tensors nor lists, tuples and mappings of them.
         pin_memory: None, the default, pins when `device` is an accelerator.
     """
 
@@ -78,7 +79,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         rank: int | None = None,
         world_size: int | None = None,
         seed_samples: bool = True,
-        empty_batch: Callable[[Any], Any] = emptied,
+        empty_batch: Callable[[Any], Any] | None = None,
     ) -> None:
         self.device = find_device(device)
         self.model = _check_model(model)
@@ -135,6 +136,16 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         epoch, first = self._plan.begin()
         return self._pass(iter(self._make_engine()), epoch, first)
 
+    @property
+    def share(self) -> Share:
+        """This rank's share of the global batch that was received last, with its count and weight."""
+        if not isinstance(self.batch_sampler, GlobalBatchSampler):
+            raise ConfigError(
+                f"{type(self.batch_sampler or self.dataset).__name__} does not tell the sizes of global batches: "
+                "a paceline.GlobalBatchSampler does"
+            )
+        return self.batch_sampler.share(self._plan.progress.batch - 1)
+
     def state_dict(self) -> dict[str, Any]:
         """The position after the batch that was received last, for a loader of any world size."""
         return self._resumable().state_dict()
@@ -169,14 +180,18 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         if self._engine is not None and self.persistent_workers:
             return self._engine
         what: dict[str, Any]
+        recipe = Recipe(self.collate_fn, self.empty_batch)
         if isinstance(self.dataset, ShardedIterable):
-            what = {"dataset": StreamMaker(self.dataset, self.collate_fn, self.empty_batch), "collate_fn": as_it_is}
+            what = {"dataset": StreamMaker(self.dataset, recipe), "collate_fn": as_it_is}
         elif isinstance(self.dataset, IterableDataset):
             what = {"dataset": self.dataset, "collate_fn": self.collate_fn}
         else:
             collates = self.batch_sampler is not None
-            maker = BatchMaker(self.dataset, self.collate_fn, self.empty_batch, collates=collates)
-            what = {"dataset": maker, "sampler": self._plan, "collate_fn": as_it_is}
+            what = {
+                "dataset": BatchMaker(self.dataset, recipe, collates=collates),
+                "sampler": self._plan,
+                "collate_fn": as_it_is,
+            }
         self._engine = torch.utils.data.DataLoader(
             **what,
             batch_size=None,

@@ -9,10 +9,11 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset, default_collate, default_convert
 
+from paceline.data.empty import emptied
 from paceline.data.seeding import collate_seed, own_randomness, seed_all
 from paceline.data.sharded import ShardedIterable
 
-__all__ = ["Request", "BatchMaker", "StreamMaker", "draws_nothing", "as_it_is"]
+__all__ = ["Request", "Recipe", "BatchMaker", "StreamMaker", "draws_nothing", "as_it_is"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,18 +28,25 @@ class Request:
     empty: bool = False
 
 
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """How samples become a batch, also when there are none of them."""
+
+    collate: Callable[[Any], Any]
+    empty_batch: Callable[[Any], Any] | None  # from a batch of one sample
+
+    def empty(self, sample: Any) -> Any:
+        """A batch of zero samples that are like this one."""
+        if self.empty_batch is not None:
+            return self.empty_batch(self.collate([sample]))
+        return emptied(self.collate([sample]), self.collate([sample, sample]))
+
+
 class BatchMaker(Dataset[Any]):
     """A map-style dataset seen as one that is indexed by requests and holds collated batches."""
 
-    def __init__(
-        self,
-        dataset: Any,
-        collate_fn: Callable[[Any], Any],
-        empty_batch: Callable[[Any], Any],
-        *,
-        collates: bool,
-    ) -> None:
-        self._dataset, self._collate, self._empty_batch, self._collates = dataset, collate_fn, empty_batch, collates
+    def __init__(self, dataset: Any, recipe: Recipe, *, collates: bool) -> None:
+        self._dataset, self._recipe, self._collates = dataset, recipe, collates
         self._whole_batches = _fetches_whole_batches(dataset)
 
     def __getitem__(self, request: Request) -> Any:
@@ -46,8 +54,9 @@ class BatchMaker(Dataset[Any]):
             samples = self._samples(request)
             if request.seeds is not None:
                 seed_all(collate_seed(request.seeds[0]))
-            batch = self._collate(samples if self._collates else samples[0])
-        return self._empty_batch(batch) if request.empty else batch
+            if request.empty:
+                return self._recipe.empty(samples[0])
+            return self._recipe.collate(samples if self._collates else samples[0])
 
     def _samples(self, request: Request) -> list[Any]:
         if request.seeds is None:
@@ -68,17 +77,15 @@ class BatchMaker(Dataset[Any]):
 class StreamMaker(IterableDataset[Any]):
     """Collates what a `ShardedIterable` yields."""
 
-    def __init__(
-        self, stream: ShardedIterable, collate_fn: Callable[[Any], Any], empty_batch: Callable[[Any], Any]
-    ) -> None:
-        self._stream, self._collate, self._empty_batch = stream, collate_fn, empty_batch
+    def __init__(self, stream: ShardedIterable, recipe: Recipe) -> None:
+        self._stream, self._recipe = stream, recipe
 
     def __iter__(self) -> Iterator[Any]:
         for portion in self._stream.announced_batches():
             with own_randomness():
                 seed_all(collate_seed(portion.seed))
-                batch = self._collate(list(portion) or [portion.stand_in])
-            yield batch if portion else self._empty_batch(batch)
+                batch = self._recipe.collate(list(portion)) if portion else self._recipe.empty(portion.stand_in)
+            yield batch
 
 
 def draws_nothing(dataset: Any, collate_fn: Callable[[Any], Any]) -> bool:
