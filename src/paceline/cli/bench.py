@@ -9,7 +9,9 @@ from types import ModuleType
 __all__ = ["add_arguments", "run"]
 
 # name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
-_BENCHMARKS: dict[str, tuple[str, str]] = {}
+_BENCHMARKS: dict[str, tuple[str, str]] = {
+    "sampler": ("paceline.cli.benchmarks.sampler", "shuffled indices for one rank: time, memory, throughput"),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
