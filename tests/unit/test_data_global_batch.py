@@ -127,6 +127,18 @@ def test_a_pass_left_early_is_followed_by_the_next_epoch():
     assert list(sampler) == list(sampler.batches(1))
 
 
+def test_passes_side_by_side_and_changes_in_mid_pass():
+    sampler = GlobalBatchSampler(np.int64(100), 10)
+    pairs = list(zip(sampler, sampler, strict=True))
+    assert [one for one, _ in pairs] == list(sampler.batches(0))
+    assert [two for _, two in pairs] == list(sampler.batches(1))
+    assert list(sampler) == list(sampler.batches(2))
+    for number, _ in enumerate(sampler):
+        if number == 4:
+            sampler.set_epoch(9)
+    assert (sampler.epoch, list(sampler)) == (9, list(sampler.batches(9)))
+
+
 def test_asking_for_an_iterator_alone_changes_nothing():
     """torch's loader makes one iterator too many in its constructor."""
     sampler = GlobalBatchSampler(100, 10)

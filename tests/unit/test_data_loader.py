@@ -44,8 +44,9 @@ class Model:
     def __init__(self):
         self.told = 0
 
-    def no_more_data(self):
+    def no_more_data(self, *optimizer):
         self.told += 1
+        self.optimizer = optimizer
 
 
 def rows(batches):
@@ -160,11 +161,8 @@ def test_collate_draws_are_reproducible():
     assert len({value for _, value in run(0)}) == LENGTH
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("persistent", [False, True])
+@pytest.mark.parametrize(("workers", "persistent"), [(0, False), (2, False), (2, True)])
 def test_a_state_is_what_was_received_not_what_was_prefetched(workers, persistent):
-    if persistent and not workers:
-        pytest.skip("torch allows it with workers only")
     options = {"shuffle": True, "seed": 9, "num_workers": workers, "persistent_workers": persistent}
     whole = DataLoader(Noisy(), 4, **options)
     expected = [rows(whole), rows(whole)]
@@ -258,7 +256,9 @@ def test_the_model_is_told_at_the_end_of_the_data_and_only_then():
         assert model.told == 0
         break
     list(loader)
-    assert model.told == 1
+    assert (model.told, model.optimizer) == (1, ())
+    list(DataLoader(Noisy(), 5, model=model, optimizer="sgd"))
+    assert (model.told, model.optimizer) == (2, ("sgd",))
     with pytest.raises(ConfigError, match="Linear has no method no_more_data"):
         DataLoader(Noisy(), 5, model=torch.nn.Linear(1, 1))
 

@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 class LearnsOfTheEnd(Protocol):
     """A model that wants to know when its rank has run out of data, to let the other ranks go on."""
 
-    def no_more_data(self) -> Any: ...
+    def no_more_data(self, optimizer: Any = ..., /) -> Any: ...
 
 
 class DataLoader(torch.utils.data.DataLoader[_T]):
@@ -46,7 +46,9 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     Args beyond torch's:
         seed: of the order and of the samples' random numbers; the sampler's, or 0.
         device: move batches there; on an accelerator, one step ahead. "auto" is this rank's accelerator.
-        model: is told `model.no_more_data()` when an epoch's data is at its end.
+        model: is told `model.no_more_data()` when an epoch's data is at its end. For samplers that give ranks different
+            numbers of batches; global batches end on all ranks at once.
+        optimizer: is handed on, `model.no_more_data(optimizer)`, to take the other ranks' last steps along.
         rank, world_size: both, or neither to take them from the default group or the launcher's environment.
         seed_samples: False saves the time for seeding, if loading draws no random numbers.
         empty_batch: makes a batch of zero samples from a batch of one. Needed only for batches that are neither
@@ -76,13 +78,14 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         seed: int | None = None,
         device: torch.device | str | int | None = None,
         model: LearnsOfTheEnd | None = None,
+        optimizer: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
         seed_samples: bool = True,
         empty_batch: Callable[[Any], Any] | None = None,
     ) -> None:
         self.device = find_device(device)
-        self.model = _check_model(model)
+        self.model, self.optimizer = _check_model(model), optimizer
         own_batches = sampler is None and batch_sampler is None and batch_size is not None
         source: Any = dataset
         if own_batches and not isinstance(source, ShardedIterable):
@@ -161,7 +164,12 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             progress.consumed(epoch, number + 1)
             yield batch
         progress.finish(epoch)
-        if self.model is not None:
+        self._tell_model()
+
+    def _tell_model(self) -> None:
+        if self.model is not None and self.optimizer is not None:
+            self.model.no_more_data(self.optimizer)
+        elif self.model is not None:
             self.model.no_more_data()
 
     def _make_plan(self, seed: int | None) -> Plan:

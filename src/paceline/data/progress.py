@@ -30,9 +30,9 @@ class Progress:
         self.epoch, self.batch = epoch, batch
 
     def finish(self, epoch: int) -> None:
-        """The pass over `epoch` came to its end."""
-        self.epoch, self.batch = epoch + 1, 0
-        self._upcoming = (epoch + 1, 0)
+        """The pass over `epoch` came to its end. One that another pass has overtaken changes nothing."""
+        if self.epoch == epoch:
+            self.epoch, self.batch = self._upcoming
 
     def seek(self, epoch: int, batch: int) -> None:
         """Let the next pass start here."""
