@@ -294,7 +294,9 @@ def _print(ranks: int, figures: dict[int, dict[str, Figures]]) -> None:
             cells.append(f"{row[_MPI].best / ours.best:.2f}")
         cells += [f"{limit / ours.best:.0%}", f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
         table.add_row(*cells)
-    Console().print(table)
+    console = Console()
+    console.width = max(console.width, 120)
+    console.print(table)
 
 
 def _time(seconds: float) -> str:
