@@ -123,6 +123,8 @@ def test_use_at_the_wrong_time():
         run(Evaluation(data(4), 4, rank=1, world_size=2)).result()
     with pytest.raises(ConfigError, match="batch_size"):
         Evaluation(data(4), 0)
+    with pytest.raises(ConfigError, match="has no length"):
+        Evaluation(iter([1]), 1)
     evaluation = Evaluation(data(4), 2)
     for number, (_, index) in enumerate(evaluation):
         if number == 0:
