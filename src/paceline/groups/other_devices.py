@@ -2,8 +2,8 @@
 
 torch lets a Python process group replace the whole group, whatever else was asked for: backends named after ours are
 never made, those named before are dropped with the group they were registered on. So we look into the caller's frame
-for what was asked for, make what is missing, and keep what is there. (torch 2.13, `_new_process_group_helper`; there is no
-other way to a backend written in Python, because torch's `Backend` class cannot be derived from in Python.)
+for what was asked for, make what is missing, and keep what is there. (torch 2.13, `_new_process_group_helper`; there is
+no other way to a backend written in Python, because torch's `Backend` class cannot be derived from in Python.)
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class Progress:
 
         file = None
         if self._terminal is not None:
-            file = self._stack.enter_context(pathlib.Path(self._terminal).open("w"))
+            file = self._stack.enter_context(pathlib.Path(self._terminal).open("w"))  # noqa: SIM115 - it is one
         console = Console(file=file, stderr=file is None, force_terminal=True)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
         bar = self._stack.enter_context(Bar(*columns, console=console))
