@@ -118,7 +118,9 @@ def _restore(name: str, target: Any, state: Any, strict: bool) -> None:
     elif hasattr(target, "load_state_dict"):
         target.load_state_dict(state)
     else:
-        raise ConfigError(f"{name} is a {type(target).__name__}, which has no load_state_dict(); read it from the result")
+        raise ConfigError(
+            f"{name} is a {type(target).__name__}, which has no load_state_dict(); read it from the result"
+        )
 
 
 def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -160,7 +162,9 @@ def _check_readable(path: pathlib.Path) -> None:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"a checkpoint holds tensors and plain values only, so that loading it runs no code: {reason}") from error
+        raise ConfigError(
+            f"a checkpoint holds tensors and plain values only, so that loading it runs no code: {reason}"
+        ) from error
 
 
 def _sync_directory(path: pathlib.Path) -> None:
@@ -202,10 +206,11 @@ class _Ranks:
 
         self.rank, self.world_size, self._store = 0, 1, None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            from torch._C._distributed_c10d import PrefixStore
             from torch.distributed.distributed_c10d import _get_default_store
 
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._store = dist.PrefixStore("paceline/checkpoint", _get_default_store())
+            self._store = PrefixStore("paceline/checkpoint", _get_default_store())
         self._name = f"paceline.{verb}({os.fspath(path)!r})"
         self._timeout_s = _AGREE_TIMEOUT_S if timeout is None else timeout.total_seconds()
         self._call = f"{verb}/{_Calls.made}"

@@ -25,13 +25,17 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
+    parser.usage = (
+        "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
+    )
     parser.add_argument(
         "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N", default=_torchrun("NPROC_PER_NODE", "auto"),
         help="ranks on this host, or auto: one per accelerator, else one per core (default: auto)",
     )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
-    parser.add_argument("--log-dir", type=pathlib.Path, metavar="DIR", help="also write each rank's output to DIR/rank-N.log")
+    parser.add_argument(
+        "--log-dir", type=pathlib.Path, metavar="DIR", help="also write each rank's output to DIR/rank-N.log"
+    )
     parser.add_argument("--quiet-ranks", action="store_true", help="show the output of rank 0 only (and every failure)")
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
@@ -43,12 +47,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     nodes = parser.add_argument_group("several hosts (start the same command on each; names as in torchrun)")
     nodes.add_argument("--nnodes", type=int, default=int(_torchrun("NNODES", "1")), metavar="N", help="number of hosts")
-    nodes.add_argument("--node-rank", "--node_rank", type=int, metavar="I", help="this host's number, 0 serves the meeting place")
+    nodes.add_argument(
+        "--node-rank", "--node_rank", type=int, metavar="I", help="this host's number, 0 serves the meeting place"
+    )
     nodes.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", default=_torchrun("RDZV_ENDPOINT", ""), metavar="HOST:PORT",
         help="where the hosts meet: an address of one of them",
     )  # fmt: skip
-    nodes.add_argument("--rdzv-id", "--rdzv_id", default=_torchrun("RDZV_ID", "none"), metavar="ID", help="a name for the job")
+    nodes.add_argument(
+        "--rdzv-id", "--rdzv_id", default=_torchrun("RDZV_ID", "none"), metavar="ID", help="a name for the job"
+    )
     parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -92,7 +100,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     if words[:1] == ["--"]:
         words = words[1:]
     if not words:
-        raise ConfigError("nothing to run: give a script (paceline run train.py) or a module (paceline run -m package.train)")
+        raise ConfigError(
+            "nothing to run: give a script (paceline run train.py) or a module (paceline run -m package.train)"
+        )
     target, *arguments = words
     if not options.module and not os.path.exists(target):
         raise ConfigError(f"there is no file {target!r} in {os.getcwd()}")
@@ -162,6 +172,7 @@ class _Screen:
 
     def say(self, text: str) -> None:
         self.write(2, f"paceline: {text}\n".encode(errors="replace"))
+
 
 # -- how it ended --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,14 @@ _LONGEST_PAUSE_S = 0.1
 
 
 def exchange(
-    store: Any, name: str, rank: int, world_size: int, value: str, *, timeout_s: float, complain: Callable[[list[int]], str]
+    store: Any,
+    name: str,
+    rank: int,
+    world_size: int,
+    value: str,
+    *,
+    timeout_s: float,
+    complain: Callable[[list[int]], str],
 ) -> list[str]:
     """Every rank's `value`, in rank order. All ranks call it with the same `name`, used once.
 

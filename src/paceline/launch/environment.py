@@ -210,7 +210,9 @@ def _check_ranges(variables: _Variables, found: RankEnv) -> None:
         if not 0 <= found.local_rank < found.local_world_size:
             problems.append(f"local rank {found.local_rank} is not among {found.local_world_size} on this host")
         if found.local_world_size > found.world_size:
-            problems.append(f"{found.local_world_size} ranks on this host are more than the world of {found.world_size}")
+            problems.append(
+                f"{found.local_world_size} ranks on this host are more than the world of {found.world_size}"
+            )
     elif found.local_rank is not None and not 0 <= found.local_rank < found.world_size:
         problems.append(f"local rank {found.local_rank} is not in a world of {found.world_size}")
     if found.master_port is not None and not 0 <= found.master_port < 65536:
@@ -239,6 +241,8 @@ def _expand_brackets(item: str) -> list[str]:
         last = last or first
         if not (first.isdigit() and last.isdigit()):
             raise ConfigError(f"this is no list of hosts: {item!r}")
-        names = [f"{item[: match.start()]}{n:0{len(first)}}{item[match.end() :]}" for n in range(int(first), int(last) + 1)]
+        names = [
+            f"{item[: match.start()]}{n:0{len(first)}}{item[match.end() :]}" for n in range(int(first), int(last) + 1)
+        ]
         expanded += [host for name in names for host in _expand_brackets(name)]
     return expanded

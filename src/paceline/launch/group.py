@@ -85,9 +85,7 @@ def init_process_group(
     _Joined.generation += 1
     _use_threads(place_here, threads)
     _use_device(place_here)
-    dist.init_process_group(
-        choice.backend, store=group_store, rank=env.rank, world_size=env.world_size, **options
-    )
+    dist.init_process_group(choice.backend, store=group_store, rank=env.rank, world_size=env.world_size, **options)
     _Joined.placement = place_here
     atexit.register(_leave_quietly)
     if env.rank == 0 and not quiet and os.environ.get("PACELINE_QUIET") != "1":
@@ -212,7 +210,9 @@ def local_world_size() -> int:
         return _Joined.placement.local_world_size
     found = find_rank_env(os.environ).local_world_size
     if found is None:
-        raise ConfigError("the environment does not say how many ranks are here; it is known after init_process_group()")
+        raise ConfigError(
+            "the environment does not say how many ranks are here; it is known after init_process_group()"
+        )
     return found
 
 

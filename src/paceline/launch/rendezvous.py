@@ -44,10 +44,10 @@ class Placement:
 
 def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> Any:
     """The store all ranks of this job share. Fails within the time limit, saying what could not be reached."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import HashStore, PrefixStore
 
     if env.world_size == 1 and env.master_addr is None:
-        return dist.HashStore()
+        return HashStore()
     if env.master_addr is None and env.one_host:
         return _meet_through_file(env, timeout_s)
     if env.master_addr is None or env.master_port is None:
@@ -55,7 +55,7 @@ def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> An
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = _connect(env, env.master_addr, env.master_port, timeout_s)
-        return dist.PrefixStore(f"paceline/attempt_{attempt}", store)
+        return PrefixStore(f"paceline/attempt_{attempt}", store)
     if env.rank == 0:
         return _serve(env.master_addr, env.master_port, env.world_size, timeout_s)
     return _connect(env, env.master_addr, env.master_port, timeout_s)
@@ -75,10 +75,11 @@ def _no_address(env: RankEnv) -> str:
 
 def _serve(address: str, port: int, world_size: int, timeout_s: float, listen: socket.socket | None = None) -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     options: dict[str, Any] = {} if listen is None else {"master_listen_fd": listen.detach()}
     try:
-        return dist.TCPStore(
+        return TCPStore(
             address,
             port,
             world_size,
@@ -97,10 +98,11 @@ def _serve(address: str, port: int, world_size: int, timeout_s: float, listen: s
 
 def _connect(env: RankEnv, address: str, port: int, timeout_s: float) -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     limit = datetime.timedelta(seconds=timeout_s)
     try:
-        return dist.TCPStore(address, port, env.world_size, is_master=False, timeout=limit, wait_for_workers=False)
+        return TCPStore(address, port, env.world_size, is_master=False, timeout=limit, wait_for_workers=False)
     except (dist.DistNetworkError, dist.DistStoreError) as error:
         raise CollectiveTimeout(
             f"rank {env.rank} could not reach {address}:{port}, where rank 0 or the launcher should answer, within "
@@ -192,13 +194,13 @@ def place(env: RankEnv, store: Any, generation: int, timeout_s: float) -> tuple[
 
     Raises `CollectiveTimeout` naming the ranks that did not come.
     """
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
 
     meeting_file = None
     if isinstance(store, _UntilMet):
         store, meeting_file = store.store, store.path
     try:
-        store = dist.PrefixStore(f"paceline/group_{generation}", store)
+        store = PrefixStore(f"paceline/group_{generation}", store)
         _claim_rank(env, store)
         about = {"host": host_identity(), "cores": sorted(allowed_cores()), "local_rank": env.local_rank}
         values = exchange(

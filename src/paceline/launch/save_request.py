@@ -173,8 +173,9 @@ def _forget() -> None:
 
 def _group_store() -> Any:
     import torch.distributed as dist
+    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.distributed_c10d import _get_default_store
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    return dist.PrefixStore("paceline/requests", _get_default_store())
+    return PrefixStore("paceline/requests", _get_default_store())

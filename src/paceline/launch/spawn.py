@@ -38,7 +38,9 @@ def spawn(
     import cloudpickle
 
     if "PACELINE_SPAWNED" in os.environ and os.environ.get("RANK"):
-        raise ConfigError(f"rank {os.environ['RANK']} of paceline.spawn calls paceline.spawn again; call it outside `fn`")
+        raise ConfigError(
+            f"rank {os.environ['RANK']} of paceline.spawn calls paceline.spawn again; call it outside `fn`"
+        )
     ranks = count_ranks(str(nprocs))
     plan = Plan(
         work=Function(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))),

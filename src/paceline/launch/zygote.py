@@ -271,12 +271,12 @@ class _Nodes:
             self._meet(job.meeting)
 
     def _serve_here(self, job: Job) -> None:
-        import torch.distributed as dist
+        from torch._C._distributed_c10d import TCPStore
 
         listen = socket.socket(fileno=job.meeting.listen_fd)
         self.address, self.port = listen.getsockname()[:2]
         self.node, self.first_rank, self.world_size = 0, 0, job.ranks
-        self._store: Any = dist.TCPStore(
+        self._store: Any = TCPStore(
             self.address,
             self.port,
             is_master=True,

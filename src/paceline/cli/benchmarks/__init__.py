@@ -1,0 +1,1 @@
+"""Benchmarks of `paceline bench`, one module each."""
