@@ -24,7 +24,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
-    from paceline import ray
+    from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.launch.group import (
         destroy_process_group,

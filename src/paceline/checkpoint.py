@@ -4,8 +4,8 @@ One file, written by rank 0: temporary name, fsync, rename, fsync of the directo
 previous file as it was. Nothing in it depends on the world size. Loading never runs code from the file
 (`weights_only=True`).
 
-All ranks call both functions. They agree through the group's store, with a time limit, before anything is written and
-after: a call on rank 0 only - the classic deadlock - ends in an error that says who is missing, on every rank that came.
+All ranks call both functions. They agree through the group's store, with a time limit, before anything is written
+and after: a call on rank 0 only - the classic deadlock - ends in an error that says who is missing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from paceline.launch.agreement import exchange
 __all__ = ["save", "load"]
 
 _FORMAT = 1
-_AGREE_TIMEOUT_S = 120.0
+_AGREE_TIMEOUT_S = 600.0
 
 
 class _Calls:
@@ -40,10 +40,10 @@ def save(path: str | os.PathLike[str], *, timeout: datetime.timedelta | None = N
 
         paceline.save("last.pt", model=model, optimizer=optimizer, sampler=sampler, step=step)
 
-    Anything with a `state_dict()` is saved as that - a module wrapped for data parallelism as the bare module -, anything
-    else as it is, as long as it is tensors, numbers, strings, None, lists, tuples or dicts of these. Returns on every
-    rank after the file is in place; an error of rank 0 is raised everywhere. `timeout` (default: 2 minutes, and the time
-    of writing on top) is how long ranks wait for one another.
+    Anything with a `state_dict()` is saved as that - a module wrapped for data parallelism as the bare module -,
+    anything else as it is, as long as it is tensors, numbers, strings, None, lists, tuples or dicts of these. Returns
+    on every rank after the file is in place; an error of rank 0 is raised everywhere. `timeout` (default: 10 minutes)
+    is how long ranks wait for one another and for the writing.
     """
     if not state:
         raise ConfigError("nothing to save: paceline.save(path, model=model, optimizer=optimizer, step=step)")
@@ -240,7 +240,7 @@ class _Ranks:
             value,
             timeout_s=self._timeout_s,
             complain=lambda missing: (
-                f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did not call "
-                "it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
+                f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did not "
+                "come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
             ),
         )

@@ -9,10 +9,9 @@
 
     results = paceline.ray.launch(train, num_workers=4, args=({"lr": 0.1},))
 
-Needs `pip install paceline[ray]`. Workers of one node share memory, nodes are joined by Gloo or NCCL: that is the group's
-own doing, Ray only places the processes. Inside Ray Train's `TorchTrainer` nothing of this is needed - Ray Train sets
-RANK, WORLD_SIZE and the rest itself: call `paceline.DistributedDataParallel(model)` in the training function as you would
-torch's.
+Needs `pip install paceline[ray]`. Workers of one node share memory, nodes are joined by Gloo or NCCL: that is the
+group's own doing, Ray only places the processes. Inside Ray Train's `TorchTrainer` nothing of this is needed: Ray Train
+starts the ranks and the group itself, and a training function uses Paceline's classes there as it would torch's.
 """
 
 from __future__ import annotations
@@ -42,12 +41,13 @@ def launch(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `num_workers` Ray actors; returns each rank's result, in rank order.
 
-    Connects to the cluster the environment names (RAY_ADDRESS) or one that `ray.init` was called for, else starts a local
-    one and shuts it down afterwards. `resources_per_worker` is as in Ray: {"CPU": 2, "GPU": 1, ...}; default one CPU.
+    Connects to the cluster the environment names (RAY_ADDRESS) or one that `ray.init` was called for, else starts a
+    local one and shuts it down afterwards. `resources_per_worker` is as in Ray: {"CPU": 2, "GPU": 1, ...}; default one
+    CPU.
 
     All workers get their place before any starts; if the cluster cannot give it within `placement_timeout_s`, raises
-    `ConfigError` with what is there and what was asked. The first error of a rank is raised here, the others are killed;
-    a worker that died gives a `LaunchError` with its rank. Ctrl-C kills all of them.
+    `ConfigError` with what is there and what was asked. The first error of a rank is raised here, the others are
+    killed; a worker that died gives a `LaunchError` with its rank. Ctrl-C kills all of them.
     """
     ray = _import_ray()
     if num_workers < 1:
@@ -83,8 +83,8 @@ def _reserve(ray: Any, workers: int, resources: dict[str, float], timeout_s: flo
         return group
     ray.util.remove_placement_group(group)
     raise ConfigError(
-        f"the Ray cluster has no place for {workers} workers with {resources} each: it has {ray.cluster_resources()} in "
-        f"all, {ray.available_resources()} free, and {timeout_s:g} s were not enough"
+        f"the Ray cluster has no place for {workers} workers with {resources} each: it has {ray.cluster_resources()} "
+        f"in all, {ray.available_resources()} free, and {timeout_s:g} s were not enough"
     )
 
 
@@ -98,7 +98,8 @@ class _Worker:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port: int = probe.getsockname()[1]
-        return ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address(), port
+        ray_api: Any = ray  # Ray's annotations are partial
+        return ray_api.get_runtime_context().get_node_id(), ray_api.util.get_node_ip_address(), port
 
     def run(self, variables: dict[str, str], payload: bytes) -> bytes:
         """Runs in the actor's main thread, so that the function may handle signals."""

@@ -1,4 +1,4 @@
-"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be pasted into an issue."""
+"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be pasted."""
 
 from __future__ import annotations
 
@@ -27,7 +27,17 @@ _VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
     "MKL_NUM_THREADS", "KUBERNETES_SERVICE_HOST", "RAY_ADDRESS",
 )  # fmt: skip
-_PREFIXES = ("PACELINE_", "SLURM_STEP", "SLURM_PROCID", "OMPI_COMM_WORLD", "PMI_", "TORCHELASTIC_", "PET_", "GLOO_", "NCCL_")
+_PREFIXES = (
+    "PACELINE_",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD",
+    "PMI_",
+    "TORCHELASTIC_",
+    "PET_",
+    "GLOO_",
+    "NCCL_",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,7 +57,8 @@ class _Finding:
 
 def run(options: argparse.Namespace) -> int:
     checks: list[Callable[[], _Finding]] = [
-        _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends, _accelerator, _environment,
+        _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends, _accelerator,
+        _environment,
     ]  # fmt: skip
     if not options.no_smoke_test:
         checks.append(_smoke_test)
@@ -101,7 +112,9 @@ def _cores() -> _Finding:
     allowed, quota = sorted(allowed_cores()), cpu_quota()
     facts = {"cores": os.cpu_count(), "allowed": allowed, "quota": quota, "usable": usable_cores()}
     limit = "no quota" if quota is None else f"quota {quota:g} cores"
-    return _Finding("cores", f"{facts['usable']} usable: {len(allowed)} of {facts['cores']} allowed, {limit}", facts=facts)
+    return _Finding(
+        "cores", f"{facts['usable']} usable: {len(allowed)} of {facts['cores']} allowed, {limit}", facts=facts
+    )
 
 
 def _threads() -> _Finding:
@@ -127,7 +140,9 @@ def _shared_memory() -> _Finding:
     facts = {"total_bytes": usage.total, "free_bytes": usage.free}
     value = f"{_size(usage.free)} free of {_size(usage.total)} in /dev/shm"
     if usage.free < _SMALL_SHM_BYTES:
-        return _Finding("shared memory", f"{value}: too little; in Docker use --shm-size or --ipc=host", "warning", facts)
+        return _Finding(
+            "shared memory", f"{value}: too little; in Docker use --shm-size or --ipc=host", "warning", facts
+        )
     return _Finding("shared memory", value, "ok", facts)
 
 

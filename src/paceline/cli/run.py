@@ -29,7 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
     )
     parser.add_argument(
-        "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N", default=_torchrun("NPROC_PER_NODE", "auto"),
+        "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N",
+        default=_torchrun("NPROC_PER_NODE", "auto"),
         help="ranks on this host, or auto: one per accelerator, else one per core (default: auto)",
     )  # fmt: skip
     parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
@@ -44,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--start-method", choices=("fork", "spawn"), default="fork",
         help="fork: from one process that has torch loaded, fast; spawn: an interpreter per rank (default: fork)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preload", default=",".join(PRELOAD), metavar="MODULES",
+        help="imported once before ranks are forked; add what your script takes long to import (default: %(default)s)",
     )  # fmt: skip
     nodes = parser.add_argument_group("several hosts (start the same command on each; names as in torchrun)")
     nodes.add_argument("--nnodes", type=int, default=int(_torchrun("NNODES", "1")), metavar="N", help="number of hosts")
@@ -92,7 +97,8 @@ def _open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.set_inheritable(opened, True)
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -119,7 +125,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         path=(first, *_path_without_ours()),
         meeting=_meeting(options),
         start_method=options.start_method,
-        preload=PRELOAD,
+        preload=tuple(name for name in options.preload.split(",") if name),
         environ={"PACELINE_RUN_ID": uuid.uuid4().hex},
         grace_s=options.grace,
         owns_process=True,
@@ -178,7 +184,7 @@ class _Screen:
 
 
 def _tell(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
-    """The last words: every later failure in a line, then the first in full, then one sentence. Returns the exit code."""
+    """The last words: later failures in a line each, the first in full, one sentence. Returns the exit code."""
     if ending.stopped_by is not None:
         return _tell_stopped(ending, screen)
     if ending.failures:

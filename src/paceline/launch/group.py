@@ -106,8 +106,8 @@ def _given(env: RankEnv, world_size: int, rank: int) -> RankEnv:
             )
         return RankEnv("arguments", rank, world_size, None, None, address[0], int(str(address[1])))
     raise ConfigError(
-        f"init_process_group(world_size={world_size}, rank={rank}) contradicts {env.source}, which says rank {env.rank} "
-        f"of {env.world_size}. Leave the arguments out"
+        f"init_process_group(world_size={world_size}, rank={rank}) contradicts {env.source}, which says rank "
+        f"{env.rank} of {env.world_size}. Leave the arguments out"
     )
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
@@ -26,16 +31,21 @@ def count_ranks(wish: str) -> int:
 
 def count_accelerators() -> int:
     """Devices of the accelerator torch was built for; asked in a child, since asking may start a driver for good."""
-    import subprocess
-    import sys
-
-    import torch
-
-    if torch.accelerator.current_accelerator(check_available=False) is None:
+    if not _built_for_an_accelerator():
         return 0
     code = "import torch; print(torch.accelerator.device_count())"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     return int(done.stdout) if done.returncode == 0 and done.stdout.strip().isdigit() else 0
+
+
+def _built_for_an_accelerator() -> bool:
+    """Read from torch's version file: importing torch takes a second, and the launcher can do without."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ConfigError("torch is not installed")
+    text = pathlib.Path(spec.origin).with_name("version.py").read_text()
+    built_for = re.findall(r"^(?:cuda|hip|xpu)\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+    return any(value.strip() != "None" for value in built_for) or sys.platform == "darwin"
 
 
 def threads_for(ranks: int, environ: Mapping[str, str] = os.environ) -> int:

@@ -227,8 +227,8 @@ def _claim_rank(env: RankEnv, store: Any) -> None:
     if store.add(f"claim/{env.rank}", 1) > 1:
         other = store.get(f"claimed_by/{env.rank}").decode()
         raise ConfigError(
-            f"two processes say they are rank {env.rank} of {env.world_size}: {other}, and this one, {who}. Each needs a "
-            "RANK of its own; two jobs need different MASTER_PORTs"
+            f"two processes say they are rank {env.rank} of {env.world_size}: {other}, and this one, {who}. Each needs "
+            "a RANK of its own; two jobs need different MASTER_PORTs"
         )
     store.set(f"claimed_by/{env.rank}", who)
 

@@ -1,7 +1,7 @@
 """`save_requested()`: a signal to any rank becomes one answer that all ranks get at the same call.
 
     SIGUSR1   save and go on
-    SIGTERM   save and stop: the machine is wanted back (Slurm, Kubernetes, spot instances), or `paceline run` was told so
+    SIGTERM   save and stop: the machine is wanted back (Slurm, Kubernetes, spot instances)
 
 How ranks agree without a collective per step. A signal only sets a flag here; a thread carries it to the group's store
 and watches there for flags of others, so the usual call costs one attribute. A rank that sees the flag in its k-th call

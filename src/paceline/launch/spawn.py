@@ -28,9 +28,9 @@ def spawn(
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank order.
 
-    Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions and classes defined in a
-    cell travel by value. In `fn`, `paceline.init_process_group()` joins the ranks and `paceline.rank()` tells which one it is.
-    What ranks print appears here with the rank before it, unless `quiet`.
+    Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions and classes defined
+    in a cell travel by value. In `fn`, `paceline.init_process_group()` joins the ranks and `paceline.rank()` tells
+    which one it is. What ranks print appears here with the rank before it, unless `quiet`.
 
     The first error of a rank is raised here as it was raised there, with its traceback as a note; the other ranks are
     stopped. A rank that died without one gives a `LaunchError`.

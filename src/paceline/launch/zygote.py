@@ -34,8 +34,9 @@ from paceline.launch.processes import adopt_orphans, die_with_parent, end_descen
 
 __all__ = ["main", "PRELOAD"]
 
-# torch.optim's first optimizer imports torch._dynamo, which costs as much as torch itself: once here, not per rank.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "paceline.launch.group")
+# What nearly every training script imports: the first optimizer a process makes imports torch._dynamo, which costs as
+# much as torch itself.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5
@@ -73,10 +74,11 @@ def _inherited(job: Job) -> Iterable[int]:
 
 def _preload(job: Job) -> None:
     if job.start_method == "fork":
+        gc.disable()  # imports make much and drop little: collecting meanwhile costs a tenth of the time
         for name in job.preload:
             importlib.import_module(name)
-        gc.collect()
         gc.freeze()  # the collector would touch, and so copy, every page of the image in every rank
+        gc.enable()
 
 
 def _give_up(control: Connection, reason: str) -> int:
@@ -216,15 +218,22 @@ class _Server:
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(wake, selectors.EVENT_READ)
         pause = _PEER_POLL_S if self._job.meeting.nodes > 1 else None
+        assert self._meeting is not None
+        door = self._meeting.door
+        if door is not None:
+            selector.register(door, selectors.EVENT_READ)
         self._reap()  # who ended before the handler was there
         while self._running:
             for key, _ in selector.select(pause):
                 if key.fileobj is wake:
                     wake.recv(4096)
+                elif key.fileobj is door:
+                    selector.unregister(door)
+                    self._meeting.open_store()
                 else:
                     self._obey()
             self._reap()
-            if pause is not None and self._meeting is not None and (reason := self._meeting.failure_elsewhere()):
+            if pause is not None and (reason := self._meeting.failure_elsewhere()):
                 self._control.send(Unable(reason))
                 pause = None
 
@@ -265,24 +274,23 @@ class _Nodes:
 
     def __init__(self, job: Job) -> None:
         self._job = job
+        self._store: Any = None
+        self.door: socket.socket | None = None
         if job.meeting.nodes == 1:
-            self._serve_here(job)
+            # The port is open already: whoever knocks before the store is served waits in the queue.
+            self.door = socket.socket(fileno=job.meeting.listen_fd)
+            self.address, self.port = self.door.getsockname()[:2]
+            self.node, self.first_rank, self.world_size = 0, 0, job.ranks
         else:
             self._meet(job.meeting)
 
-    def _serve_here(self, job: Job) -> None:
+    def open_store(self) -> None:
+        """A rank knocked: serve the store on the port. A job that never does needs no torch here."""
         from torch._C._distributed_c10d import TCPStore
 
-        listen = socket.socket(fileno=job.meeting.listen_fd)
-        self.address, self.port = listen.getsockname()[:2]
-        self.node, self.first_rank, self.world_size = 0, 0, job.ranks
-        self._store: Any = TCPStore(
-            self.address,
-            self.port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listen.detach(),
-        )
+        assert self.door is not None
+        door = self.door.detach()
+        self._store = TCPStore(self.address, self.port, is_master=True, wait_for_workers=False, master_listen_fd=door)
 
     def _meet(self, meeting: Meeting) -> None:
         """torch's own rendezvous: static with --node-rank, else c10d, which gives out the node ranks."""

@@ -12,7 +12,7 @@ import time
 
 __all__ = ["add_arguments", "run"]
 
-_SCRIPT = '''\
+_SCRIPT = """\
 import os, time
 import torch
 import torch.distributed as dist
@@ -25,12 +25,12 @@ optimizer.step()
 with open(os.path.join(os.environ["FIRST_STEP"], os.environ["RANK"]), "w") as file:
     file.write(repr(time.time()))
 dist.destroy_process_group()
-'''
+"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="numbers of ranks (default: 2 4)")
-    parser.add_argument("--repeats", type=int, default=5, help="runs of each, interleaved; the best counts (default: 5)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, the best counts (default: 5)")
 
 
 def run(options: argparse.Namespace) -> int:
