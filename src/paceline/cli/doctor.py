@@ -147,16 +147,14 @@ def _shared_memory() -> _Finding:
 
 
 def _native_core() -> _Finding:
-    import paceline.shm
-    from paceline.launch.backend import native_status
+    from paceline.shm import native_status
 
     status = native_status()
-    record = pathlib.Path(paceline.shm.__file__).with_name("native_build.json")
-    facts = json.loads(record.read_text()) if record.exists() else {}
+    facts = dataclasses.asdict(status)
     if status.available:
-        return _Finding("native core", status.reason, "ok", facts)
-    command = f"\nbuilt with: {facts['command']}" if "command" in facts else ""
-    return _Finding("native core", f"missing, Gloo is used instead: {status.reason}{command}", "warning", facts)
+        return _Finding("native core", f"works, {status.instruction_set}", "ok", facts)
+    command = f"\nbuilt with: {status.build_command}" if status.build_command else ""
+    return _Finding("native core", f"Gloo is used instead: {status.reason}{command}", "warning", facts)
 
 
 def _backends() -> _Finding:

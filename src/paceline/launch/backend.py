@@ -3,36 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
-import pathlib
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
+from paceline.shm import NativeStatus
 
-__all__ = ["NativeStatus", "native_status", "Choice", "choose_backend", "accelerator_backend"]
-
-
-@dataclasses.dataclass(frozen=True)
-class NativeStatus:
-    """Whether the native core can be used, and if not, why."""
-
-    available: bool
-    reason: str
-
-
-def native_status() -> NativeStatus:
-    """Looks for the built core beside the package; a failed build left its reason there."""
-    import paceline.shm
-
-    folder = pathlib.Path(paceline.shm.__file__).parent
-    if (folder / "libpaceline_core.so").exists():
-        return NativeStatus(True, "built")
-    try:
-        record = json.loads((folder / "native_build.json").read_text())
-    except (OSError, ValueError):
-        return NativeStatus(False, "the native core was not built")
-    return NativeStatus(False, str(record.get("error", "the native core was not built")))
+__all__ = ["Choice", "choose_backend", "accelerator_backend"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,15 +1,13 @@
-"""What one host offers its ranks: allowed cores, a CPU quota, an identity - and threads per rank that follow."""
+"""What one host offers its ranks: allowed cores, a CPU quota - and threads per rank that follow."""
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import pathlib
-import socket
 from collections.abc import Collection, Sequence
 
-__all__ = ["allowed_cores", "cpu_quota", "usable_cores", "threads_per_rank", "host_identity"]
+__all__ = ["allowed_cores", "cpu_quota", "usable_cores", "threads_per_rank"]
 
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
@@ -50,13 +48,3 @@ def threads_per_rank(mine: Collection[int], others: Sequence[Collection[int]], q
     if quota is not None:
         threads = min(threads, quota / (1 + len(others)))
     return max(1, int(threads + 1e-9))
-
-
-@functools.cache
-def host_identity() -> str:
-    """The same for two processes if and only if they can share memory: one kernel, one IPC namespace."""
-    try:
-        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/ipc')}"
-    except OSError:
-        return socket.gethostname()

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.launch import save_request
-from paceline.launch.backend import Choice, accelerator_backend, choose_backend, native_status
+from paceline.launch.backend import Choice, accelerator_backend, choose_backend
 from paceline.launch.environment import RankEnv, find_rank_env
 from paceline.launch.rendezvous import Placement, open_store, place
+from paceline.shm import native_status
 
 if TYPE_CHECKING:
     import torch

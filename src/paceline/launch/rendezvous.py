@@ -21,8 +21,9 @@ from typing import Any
 
 from paceline.errors import CollectiveTimeout, ConfigError
 from paceline.launch.agreement import exchange
-from paceline.launch.cores import allowed_cores, cpu_quota, host_identity, threads_per_rank
+from paceline.launch.cores import allowed_cores, cpu_quota, threads_per_rank
 from paceline.launch.environment import RankEnv
+from paceline.shm import host_identity
 
 __all__ = ["Placement", "open_store", "place", "place_from", "process_start_time"]
 

@@ -166,7 +166,7 @@ class _Server:
 
     def serve(self) -> int:
         outlive_parent()  # from here on a killed launcher is noticed as the end of the control pipe
-        wake, _keep = self._wake_on_child_exit()
+        wake, written = self._wake_on_child_exit()
         try:
             self._control.send([Started(rank, child.pid) for rank, child in enumerate(self._children)])
             self._meeting = _Nodes(self._job)
@@ -180,6 +180,9 @@ class _Server:
         end_descendants(os.getpid(), wait_s=_LEFTOVERS_WAIT_S, term_s=_LEFTOVERS_TERM_S)
         if self._meeting is not None:
             self._meeting.leave(self._failed)
+        signal.set_wakeup_fd(-1)
+        wake.close()
+        written.close()
         return 0
 
     def _wake_on_child_exit(self) -> tuple[socket.socket, socket.socket]:
@@ -344,6 +347,8 @@ class _Nodes:
 
     def leave(self, failed: bool) -> None:
         """The node that serves the store goes last."""
+        if self.door is not None:
+            self.door.close()
         if self._job.meeting.nodes == 1 or failed:
             return
         with contextlib.suppress(Exception):
