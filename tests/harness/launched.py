@@ -78,7 +78,7 @@ def launched(command: list[str], env: dict[str, str] | None = None, **options: o
     """Start a program; afterwards end what is left of it, by pid."""
     mark = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
-    environ = {**environ, "PACELINE_BACKEND": "gloo", "PYTHONWARNINGS": "error", **(env or {}), _MARK: mark}
+    environ = {**environ, "PYTHONWARNINGS": "error", **(env or {}), _MARK: mark}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     process = subprocess.Popen(command, env=environ, text=True, **streams)
     job = Launched(process, mark)
