@@ -86,7 +86,7 @@ def test_a_foreign_pickle_is_not_executed(tmp_path):
             return (pathlib.Path(tmp_path, "ran").touch, ())
 
     torch.save({"paceline": 1, "state": {"x": Bomb()}}, tmp_path / "bomb.pt")
-    with pytest.raises(ConfigError, match="cannot be read|not a checkpoint that can be read safely"):
+    with pytest.raises(ConfigError, match="not a checkpoint that can be read safely"):
         paceline.load(tmp_path / "bomb.pt")
     assert not (tmp_path / "ran").exists()
 

@@ -7,10 +7,12 @@ import contextlib
 import datetime
 import os
 import sys
+import time
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
 from paceline.launch import save_request
+from paceline.launch.agreement import wait_for_key
 from paceline.launch.backend import Choice, accelerator_backend, choose_backend
 from paceline.launch.environment import RankEnv, find_rank_env
 from paceline.launch.rendezvous import Placement, open_store, place
@@ -31,12 +33,15 @@ __all__ = [
 ]
 
 _JOIN_TIMEOUT_S = 300.0
+_LEAVE_TIMEOUT_S = 10.0
 
 
 class _Joined:
     """What this process knows about its default group: process-wide, as torch's default group is."""
 
     placement: Placement | None = None
+    store: Any = None
+    serves_store = False  # whether the others lose the store when this process leaves
     generation = 0  # groups joined so far; the same on every rank, so it keeps their keys in a store apart
 
 
@@ -82,12 +87,13 @@ def init_process_group(
 
     env = _given(find_rank_env(os.environ), world_size, rank)
     limit_s = _join_timeout(timeout)
-    place_here, group_store = place(env, open_store(env, os.environ, limit_s), _Joined.generation, limit_s)
+    meeting = open_store(env, os.environ, limit_s)
+    place_here, group_store = place(env, meeting, _Joined.generation, limit_s)
     _Joined.generation += 1
     _use_threads(place_here, threads)
     _use_device(place_here)
     dist.init_process_group(choice.backend, store=group_store, rank=env.rank, world_size=env.world_size, **options)
-    _Joined.placement = place_here
+    _Joined.placement, _Joined.store, _Joined.serves_store = place_here, group_store, meeting.served_here
     atexit.register(_leave_quietly)
     if env.rank == 0 and not quiet and os.environ.get("PACELINE_QUIET") != "1":
         sys.stderr.write(_summary(place_here, choice) + "\n")
@@ -166,10 +172,24 @@ def destroy_process_group(group: Any = None) -> None:
 
     if group is None:
         save_request.stop_listening()
-        _Joined.placement = None
         atexit.unregister(_leave_quietly)
+        _let_the_others_leave()
+        _Joined.placement, _Joined.store, _Joined.serves_store = None, None, False
     if dist.is_initialized():
         dist.destroy_process_group(group)
+
+
+def _let_the_others_leave() -> None:
+    """Rank 0 may serve the store that others still read: it goes last, unless they do not come - or it has failed."""
+    here, store = _Joined.placement, _Joined.store
+    if here is None or here.world_size == 1:
+        return
+    with contextlib.suppress(RuntimeError):  # the server is gone already
+        store.set(f"left/{here.rank}", "1")
+        if _Joined.serves_store and not hasattr(sys, "last_value"):
+            deadline = time.monotonic() + _LEAVE_TIMEOUT_S
+            for rank in range(here.world_size):
+                wait_for_key(store, f"left/{rank}", deadline)
 
 
 def _leave_quietly() -> None:

@@ -25,7 +25,7 @@ from paceline.launch.cores import allowed_cores, cpu_quota, threads_per_rank
 from paceline.launch.environment import RankEnv
 from paceline.shm import host_identity
 
-__all__ = ["Placement", "open_store", "place", "place_from", "process_start_time"]
+__all__ = ["Placement", "MeetingPlace", "open_store", "place", "place_from", "process_start_time"]
 
 _LAUNCHERS = ("hydra_pmi_proxy", "mpirun", "mpiexec", "mpiexec.hydra", "orted", "prted", "prterun", "slurmstepd")
 
@@ -43,12 +43,21 @@ class Placement:
     threads: int
 
 
-def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> Any:
+@dataclasses.dataclass(frozen=True)
+class MeetingPlace:
+    """A store all ranks share, and what this process has to do with it."""
+
+    store: Any
+    served_here: bool = False
+    file: pathlib.Path | None = None  # points others to it; removed when everybody came
+
+
+def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> MeetingPlace:
     """The store all ranks of this job share. Fails within the time limit, saying what could not be reached."""
     from torch._C._distributed_c10d import HashStore, PrefixStore
 
     if env.world_size == 1 and env.master_addr is None:
-        return HashStore()
+        return MeetingPlace(HashStore())
     if env.master_addr is None and env.one_host:
         return _meet_through_file(env, timeout_s)
     if env.master_addr is None or env.master_port is None:
@@ -56,10 +65,11 @@ def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> An
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         store = _connect(env, env.master_addr, env.master_port, timeout_s)
-        return PrefixStore(f"paceline/attempt_{attempt}", store)
+        return MeetingPlace(PrefixStore(f"paceline/attempt_{attempt}", store))
     if env.rank == 0:
-        return _serve(env.master_addr, env.master_port, env.world_size, timeout_s)
-    return _connect(env, env.master_addr, env.master_port, timeout_s)
+        store = _serve(env.master_addr, env.master_port, env.world_size, timeout_s)
+        return MeetingPlace(store, served_here=True)
+    return MeetingPlace(_connect(env, env.master_addr, env.master_port, timeout_s))
 
 
 def _no_address(env: RankEnv) -> str:
@@ -119,7 +129,7 @@ def _first_line(error: BaseException) -> str:
 # -- ranks of one host under a launcher that names no port ---------------------------------------------------------
 
 
-def _meet_through_file(env: RankEnv, timeout_s: float) -> Any:
+def _meet_through_file(env: RankEnv, timeout_s: float) -> MeetingPlace:
     key = env.job_key or _launcher_process()
     if key is None:
         raise ConfigError(_no_address(env))
@@ -129,16 +139,9 @@ def _meet_through_file(env: RankEnv, timeout_s: float) -> Any:
         port = listen.getsockname()[1]
         store = _serve("127.0.0.1", port, env.world_size, timeout_s, listen)
         _publish(path, {"port": port, "pid": os.getpid(), "started": process_start_time(os.getpid())})
-        return _UntilMet(store, path)
+        return MeetingPlace(store, served_here=True, file=path)
     port = _read_port(path, env, timeout_s)
-    return _connect(env, "127.0.0.1", port, timeout_s)
-
-
-class _UntilMet:
-    """Rank 0's store and the file that points to it; `place` removes the file when everybody came."""
-
-    def __init__(self, store: Any, path: pathlib.Path) -> None:
-        self.store, self.path = store, path
+    return MeetingPlace(_connect(env, "127.0.0.1", port, timeout_s))
 
 
 def _publish(path: pathlib.Path, content: Mapping[str, Any]) -> None:
@@ -190,18 +193,15 @@ def _launcher_process() -> str | None:
 # -- who is where --------------------------------------------------------------------------------------------------
 
 
-def place(env: RankEnv, store: Any, generation: int, timeout_s: float) -> tuple[Placement, Any]:
+def place(env: RankEnv, meeting: MeetingPlace, generation: int, timeout_s: float) -> tuple[Placement, Any]:
     """Meet all ranks at the store; returns this rank's placement and the store to build the group on.
 
     Raises `CollectiveTimeout` naming the ranks that did not come.
     """
     from torch._C._distributed_c10d import PrefixStore
 
-    meeting_file = None
-    if isinstance(store, _UntilMet):
-        store, meeting_file = store.store, store.path
+    store = PrefixStore(f"paceline/group_{generation}", meeting.store)
     try:
-        store = PrefixStore(f"paceline/group_{generation}", store)
         _claim_rank(env, store)
         about = {"host": host_identity(), "cores": sorted(allowed_cores()), "local_rank": env.local_rank}
         values = exchange(
@@ -218,8 +218,8 @@ def place(env: RankEnv, store: Any, generation: int, timeout_s: float) -> tuple[
             ),
         )
     finally:
-        if meeting_file is not None:
-            meeting_file.unlink(missing_ok=True)
+        if meeting.file is not None:
+            meeting.file.unlink(missing_ok=True)
     return place_from(env, [json.loads(value) for value in values], cpu_quota()), store
 
 
