@@ -232,7 +232,7 @@ class _Ranks:
     def _exchange(self, moment: str, value: str) -> list[str]:
         if self._store is None:
             return [value]
-        return exchange(
+        values = exchange(
             self._store,
             f"{self._call}/{moment}",
             self.rank,
@@ -244,3 +244,5 @@ class _Ranks:
                 "come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
             ),
         )
+        assert values is not None, "this exchange is never called off"
+        return values

@@ -12,8 +12,10 @@ deadlock as long as all ranks make the same calls in the same order - which is w
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -28,6 +30,7 @@ STOP_SIGNAL = signal.SIGTERM
 SAVE_SIGNAL = signal.SIGUSR1
 _POLL_S = 0.2
 _AGREE_TIMEOUT_S = 120.0
+_LEFT = "save/left"  # set by the first rank that stops listening
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,20 +92,31 @@ class _Listener:
                             self.flag.set()
 
     def agree(self, rank: int, world: int) -> None:
-        """All ranks are waiting in a call of theirs: the save is due at the latest of these."""
+        """All ranks are waiting in a call of theirs: the save is due at the latest of these.
+
+        If a rank has left for good - training ends just now - there is nothing left to save in the middle of.
+        """
         signals, mine = self._signals, f"{self.calls} {int(self._stop_wanted)}"
+        answers: list[str] | None = [mine]
         if self._store is not None:
             self._store.set(f"save/{self.requests}/wanted", "1")
-        answers = [mine] if self._store is None else exchange(
-            self._store, f"save/{self.requests}", rank, world, mine, timeout_s=_AGREE_TIMEOUT_S,
-            complain=lambda missing: (
-                f"a save was requested and rank {rank} waited {_AGREE_TIMEOUT_S:g} s for all ranks to call "
-                f"save_requested(), but ranks {missing} did not. Call it on every rank, at the same point of the loop"
-            ),
-        )  # fmt: skip
-        pairs = [tuple(map(int, answer.split())) for answer in answers]
-        self.due_at = max(call for call, _ in pairs)
-        self.agreed = SaveRequest(due=True, stop=any(stop for _, stop in pairs))
+            answers = exchange(
+                self._store,
+                f"save/{self.requests}",
+                rank,
+                world,
+                mine,
+                timeout_s=_AGREE_TIMEOUT_S,
+                complain=lambda missing: (
+                    f"a save was requested and rank {rank} waited {_AGREE_TIMEOUT_S:g} s for all ranks to call "
+                    f"save_requested(), but ranks {missing} did not. Call it on every rank, once per step"
+                ),
+                unless=_LEFT,
+            )
+        if answers is not None:
+            pairs = [tuple(map(int, answer.split())) for answer in answers]
+            self.due_at = max(call for call, _ in pairs)
+            self.agreed = SaveRequest(due=True, stop=any(stop for _, stop in pairs))
         with self._lock:
             self.requests += 1
             if self._signals == signals:  # one that came while agreeing is a request of its own
@@ -110,6 +124,9 @@ class _Listener:
                 self._stop_wanted = False
 
     def close(self) -> None:
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):  # the store's server may be gone already
+                self._store.set(_LEFT, "1")
         self._done.set()
         if self._thread is not None:
             self._thread.join(5.0)
@@ -122,6 +139,7 @@ class _Process:
     """At most one listener per process: signal handlers are the process's."""
 
     listener: _Listener | None = None
+    mask: set[signal.Signals | int] | None = None  # while a fork is under way: the signal mask before it
 
 
 def save_requested() -> SaveRequest:
@@ -151,7 +169,7 @@ def save_requested() -> SaveRequest:
 def _listen() -> _Listener:
     if threading.current_thread() is not threading.main_thread():
         raise ConfigError("save_requested() listens for signals, which Python allows in the main thread only")
-    os.register_at_fork(after_in_child=_forget)
+    _register_once()
     _Process.listener = _Listener()
     return _Process.listener
 
@@ -163,12 +181,31 @@ def stop_listening() -> None:
         _Process.listener = None
 
 
+@functools.cache
+def _register_once() -> None:
+    atexit.register(stop_listening)
+    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget)
+
+
+def _hold_signals() -> None:
+    """Python drops signals that reach a child before it has set itself up: keep them waiting in the kernel."""
+    if _Process.listener is not None:
+        _Process.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (STOP_SIGNAL, SAVE_SIGNAL))
+
+
+def _release_signals() -> None:
+    if _Process.mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, _Process.mask)
+        _Process.mask = None
+
+
 def _forget() -> None:
     """In a forked child, such as a loader's worker: SIGTERM must end it, as whoever sends it expects."""
     if _Process.listener is not None:
         for number in (STOP_SIGNAL, SAVE_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
         _Process.listener = None
+    _release_signals()
 
 
 def _group_store() -> Any:

@@ -24,13 +24,15 @@ def spawn(
     *,
     kwargs: Mapping[str, Any] | None = None,
     env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = PRELOAD,
     quiet: bool = False,
 ) -> list[Any]:
     """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank order.
 
     Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions and classes defined
     in a cell travel by value. In `fn`, `paceline.init_process_group()` joins the ranks and `paceline.rank()` tells
-    which one it is. What ranks print appears here with the rank before it, unless `quiet`.
+    which one it is. What ranks print appears here with the rank before it, unless `quiet`. `preload` names modules that
+    are imported once, before the ranks are forked.
 
     The first error of a rank is raised here as it was raised there, with its traceback as a note; the other ranks are
     stopped. A rank that died without one gives a `LaunchError`.
@@ -48,7 +50,7 @@ def spawn(
         threads=threads_for(ranks),
         launcher="paceline.spawn",
         path=tuple(sys.path),
-        preload=PRELOAD,
+        preload=tuple(preload),
         environ={**(env or {}), "PACELINE_SPAWNED": "1"},
         grace_s=5.0,
     )
