@@ -26,6 +26,7 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
+    from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
     from paceline.launch.group import (
         destroy_process_group,
         init_process_group,
@@ -40,6 +41,11 @@ if TYPE_CHECKING:
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
+    "DataLoader": "paceline.data",
+    "DistributedSampler": "paceline.data",
+    "Evaluation": "paceline.data",
+    "GlobalBatchSampler": "paceline.data",
+    "ShardedIterable": "paceline.data",
     "init_process_group": "paceline.launch.group",
     "destroy_process_group": "paceline.launch.group",
     "rank": "paceline.launch.group",
@@ -67,6 +73,11 @@ __all__ = [
     "GroupAborted",
     "LaunchError",
     "NativeError",
+    "DataLoader",
+    "DistributedSampler",
+    "Evaluation",
+    "GlobalBatchSampler",
+    "ShardedIterable",
     "init_process_group",
     "destroy_process_group",
     "rank",

@@ -32,7 +32,8 @@ SCRIPT = """
         value = torch.tensor([base + paceline.rank()])
         dist.all_reduce(value)
         here = paceline.launch.group.placement()
-        return Local((here.source, here.rank, here.local_rank, here.local_world_size, dist.get_backend(), scale * value.item()))
+        place = (here.source, here.rank, here.local_rank, here.local_world_size)
+        return Local((*place, dist.get_backend(), scale * value.item()))
 
     results = paceline.ray.launch(average, 2, args=(10.0,), kwargs={"scale": 2.0})
     print("results", [r.value for r in results], flush=True)
@@ -64,27 +65,11 @@ SCRIPT = """
     while ray.available_resources().get("CPU") != 3.0 and time.monotonic() < deadline:
         time.sleep(0.1)
     print("free again", ray.available_resources()["CPU"], flush=True)
-
-    from ray.train import ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    def train_loop(config):
-        import torch, torch.distributed as dist, ray.train
-        assert dist.is_initialized()
-        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
-        model(torch.ones(3, 2)).sum().backward()
-        assert paceline.world_size() == 2 and paceline.local_rank() in (0, 1)
-        ray.train.report({"backend": dist.get_backend(), "rank": paceline.rank()})
-
-    def set_up(): import paceline
-    for backend in ("gloo", "paceline"):
-        trainer = TorchTrainer(train_loop, torch_config=TorchConfig(backend=backend), scaling_config=ScalingConfig(num_workers=2))
-        print("Ray Train", trainer.fit().metrics["backend"], flush=True)
     ray.shutdown()
 """
 
 
-def test_results_errors_deaths_and_ray_train(tmp_path):
+def test_results_errors_and_deaths(tmp_path):
     with launched([sys.executable, str(write_script(tmp_path, SCRIPT))], env=_quiet(tmp_path)) as job:
         code = job.wait(280)
         assert code == 0, job.stdout + job.stderr[-3000:]
@@ -95,8 +80,46 @@ def test_results_errors_deaths_and_ray_train(tmp_path):
     assert "death 0" in job.stdout
     assert "no place True" in job.stdout
     assert "free again 3.0" in job.stdout
-    assert "Ray Train gloo" in job.stdout
-    assert "Ray Train paceline" in job.stdout
+
+
+RAY_TRAIN = """
+    import logging, pathlib, sys, warnings
+    warnings.simplefilter("ignore")
+    import ray, paceline
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def set_up():
+        import paceline      # registers the backend before Ray Train asks for it
+
+    ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
+             runtime_env={"worker_process_setup_hook": set_up})
+
+    def train_loop(config):
+        import torch, torch.distributed as dist
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(3, 2)).sum().backward()
+        place = f"{dist.get_backend()} {paceline.rank()} {paceline.local_rank()} {paceline.world_size()}"
+        pathlib.Path(config["folder"], f"rank-{paceline.rank()}").write_text(place)
+
+    settings = TorchConfig(backend="paceline")
+    scaling = ScalingConfig(num_workers=2)
+    options = {"torch_config": settings, "scaling_config": scaling, "train_loop_config": {"folder": sys.argv[1]}}
+    TorchTrainer(train_loop, **options).fit()
+    ray.shutdown()
+"""
+
+
+def test_inside_ray_train(tmp_path):
+    pytest.importorskip("pandas", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
+    pytest.importorskip("pyarrow", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
+    command = [sys.executable, str(write_script(tmp_path, RAY_TRAIN)), str(tmp_path)]
+    with launched(command, env=_quiet(tmp_path)) as job:
+        code = job.wait(280)
+        assert code == 0, job.stdout + job.stderr[-3000:]
+        assert job.left_after(15.0) == []
+    for rank in (0, 1):
+        assert (tmp_path / f"rank-{rank}").read_text() == f"paceline {rank} {rank} 2"
 
 
 CANCELLED = """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from paceline.groups.engine import Engine, HostEngine
 from paceline.groups.process_group import PacelineGroup
@@ -35,7 +35,7 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
 
 
 def _join_split(store: Any, rank: int, ranks: Sequence[int], timeout: timedelta, name: str) -> Any:
-    return _join(dist.PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
+    return _join(PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
 
 
 def _place() -> str:
@@ -45,7 +45,7 @@ def _place() -> str:
 def _engine(store: Any, rank: int, places: list[str], timeout: timedelta) -> Engine:
     hosts = list(dict.fromkeys(places))
     local = [r for r, place in enumerate(places) if place == places[rank]]
-    comm = Communicator.join(dist.PrefixStore(f"{hosts.index(places[rank])}/", store), rank, local, timeout)
+    comm = Communicator.join(PrefixStore(f"{hosts.index(places[rank])}/", store), rank, local, timeout)
     if len(hosts) == 1:
         return HostEngine(comm)
     from paceline.groups.hosts import ManyHostsEngine
@@ -55,7 +55,7 @@ def _engine(store: Any, rank: int, places: list[str], timeout: timedelta) -> Eng
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
     _say_once(native_status().reason or "another rank has no native core")
-    return dist.ProcessGroupGloo(store, rank, size, timeout=timeout)
+    return ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 @functools.cache

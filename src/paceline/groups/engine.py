@@ -14,10 +14,10 @@ from typing import Any, Protocol
 import torch
 
 from paceline.errors import ConfigError
-from paceline.shm import Communicator
+from paceline.shm import BucketArena, Communicator
 from paceline.shm.native import ANY_SOURCE, Kind, Message, Request
 
-__all__ = ["Engine", "HostEngine", "Reduction", "Ticket", "address_of"]
+__all__ = ["SUM", "Engine", "HostEngine", "Reduction", "Ticket", "address_of", "core_dtype", "dtype_label"]
 
 _BYTES = 16
 _DTYPES = {
@@ -41,13 +41,17 @@ _DTYPES = {
 
 
 class Reduction:
-    """An operation and, for PREMUL_SUM, its factor. The codes are torch's and the core's alike."""
+    """An operation and, for PREMUL_SUM, its factor. The codes are torch's and the core's alike.
 
-    __slots__ = ("code", "factor")
+    A tensor of factors is applied by the process group; an engine only ever sees a number.
+    """
 
-    def __init__(self, code: int, factor: float = 1.0) -> None:
+    __slots__ = ("code", "factor", "scalar")
+
+    def __init__(self, code: int, factor: float | torch.Tensor = 1.0) -> None:
         self.code = code
         self.factor = factor
+        self.scalar = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
 
 
 SUM = Reduction(0)
@@ -157,17 +161,15 @@ class HostEngine:
         self.rank = comm.rank
         self.size = comm.size
 
-    # --- reductions --------------------------------------------------------------------------------------------------
+    # --- reductions --------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         if wait:
-            dtype = _reducible(tensor)
-            self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.factor, timeout_ns)
+            dtype = core_dtype(tensor)
+            self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.scalar, timeout_ns)
             return None
         return self._start(_reduction(Kind.ALLREDUCE, tensor, op, timeout_ns), tensor)
 
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None:
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         request = _reduction(Kind.REDUCE, tensor, op, timeout_ns)
         request.root = root
         return self._run_or_start(request, tensor, wait)
@@ -184,18 +186,18 @@ class HostEngine:
         pointers, counts = _table(inputs)
         request = Request(
             kind=Kind.REDUCE_SCATTER,
-            dtype=_reducible(output),
+            dtype=core_dtype(output),
             op=op.code,
             root=-1,
             output=address_of(output),
             inputs=pointers,
             in_counts=counts,
-            factor=op.factor,
+            factor=op.scalar,
             timeout_ns=timeout_ns,
         )
         return self._run_or_start(request, (output, inputs, pointers, counts), wait)
 
-    # --- moving data -------------------------------------------------------------------------------------------------
+    # --- moving data -------------------------------------------------------------------------------
     def broadcast(self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int) -> Ticket | None:
         address = address_of(tensor)
         request = _movement(Kind.BROADCAST, tensor, timeout_ns, root=root)
@@ -238,7 +240,9 @@ class HostEngine:
     ) -> Ticket | None:
         # An all-to-all in which only the root sends and everyone wants something from the root alone.
         request = _movement(Kind.SCATTER, output, timeout_ns, root=root)
-        wanted = [output if r == root else output[:0] if output.dim() else output.new_empty(0) for r in range(self.size)]
+        wanted = [
+            output if r == root else output[:0] if output.dim() else output.new_empty(0) for r in range(self.size)
+        ]
         pointers, counts = _table(wanted, in_bytes=True)
         request.outputs, request.out_counts = pointers, counts
         keep: Any = (output, wanted, pointers, counts)
@@ -270,7 +274,7 @@ class HostEngine:
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         return self._run_or_start(Request(kind=Kind.BARRIER, dtype=_BYTES, root=-1, timeout_ns=timeout_ns), None, wait)
 
-    # --- messages ----------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         return self._post(tensor, peer, tag, timeout_ns, is_send=True)
 
@@ -288,7 +292,12 @@ class HostEngine:
         self.comm.post(message, is_send=is_send)
         return _MessageTicket(self.comm, message, tensor)
 
-    # --- life --------------------------------------------------------------------------------------------------------
+    # --- buckets -----------------------------------------------------------------------------------
+    def open_arena(self, store: Any, bytes_per_rank: int, buckets: int) -> BucketArena:
+        """Shared memory in which this group's gradients can lie; the same call on all ranks."""
+        return BucketArena.open(self.comm, store, bytes_per_rank, buckets)
+
+    # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self.comm.timeout = timeout
 
@@ -315,7 +324,13 @@ class HostEngine:
             )
 
 
-def _reducible(tensor: torch.Tensor) -> int:
+def dtype_label(tensor: torch.Tensor) -> int:
+    """A number for an element type, the same on every rank; torch itself offers none."""
+    return _LABELS[tensor.dtype]
+
+
+def core_dtype(tensor: torch.Tensor) -> int:
+    """The core's number for a tensor's element type."""
     try:
         return _DTYPES[tensor.dtype]
     except KeyError:
@@ -326,13 +341,13 @@ def _reduction(kind: int, tensor: torch.Tensor, op: Reduction, timeout_ns: int) 
     address = address_of(tensor)
     return Request(
         kind=kind,
-        dtype=_reducible(tensor),
+        dtype=core_dtype(tensor),
         op=op.code,
         root=-1,
         count=tensor.numel(),
         input=address,
         output=address,
-        factor=op.factor,
+        factor=op.scalar,
         timeout_ns=timeout_ns,
     )
 
@@ -343,13 +358,12 @@ def _movement(kind: int, tensor: torch.Tensor, timeout_ns: int, root: int = -1) 
         kind=kind,
         dtype=_BYTES,
         root=root,
-        label=_LABELS[tensor.dtype],
+        label=dtype_label(tensor),
         count=tensor.numel() * tensor.element_size(),
         timeout_ns=timeout_ns,
     )
 
 
-# torch has no number for a dtype in Python; its name is the same everywhere.
 _LABELS = {
     dtype: int.from_bytes(str(dtype).removeprefix("torch.").encode()[-8:].rjust(8, b"\0"), "little")
     for dtype in {value for value in vars(torch).values() if isinstance(value, torch.dtype)}

@@ -12,24 +12,31 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import AllgatherOptions, Store, Work
+from torch._C._distributed_c10d import Backend as _Backend
 
 from paceline.errors import ConfigError
 from paceline.groups import sparse
 from paceline.groups.engine import Engine, Reduction, Ticket
+from paceline.groups.monitored import monitored_barrier
 from paceline.groups.work import Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.shm.native import ANY_SOURCE
 
 __all__ = ["PacelineGroup"]
 
 _PREMUL_SUM = 8
+_Options = _Backend.Options
 _CPU = torch.device("cpu")
 _REDUCTIONS = {code: Reduction(code) for code in range(_PREMUL_SUM)}
 
 Tensors = Sequence[torch.Tensor]
 
 
-class PacelineGroup(dist.ProcessGroup):
+# torch's stubs give each method several overloads, which one Python method serves; restating them would say nothing.
+_ProcessGroup: Any = dist.ProcessGroup
+
+
+class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     """A process group whose CPU tensors travel through shared memory.
 
     Tensors of other devices go to the backend registered for their device (`cpu:paceline,cuda:nccl`).
@@ -37,7 +44,7 @@ class PacelineGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        store: dist.Store,
+        store: Store,
         rank: int,
         size: int,
         engine: Engine,
@@ -51,14 +58,15 @@ class PacelineGroup(dist.ProcessGroup):
         self._completer = Completer(f"paceline-futures-{rank}")
         self._split = split
         self._coalescing: list[Work] | None = None
+        self._monitored_barriers = 0
         self._name = self._desc = ""
         self._others: dict[str, Any] = {}  # device type -> backend of another kind
-        self.options = dist.Backend.Options("paceline", timeout) if hasattr(dist.Backend, "Options") else None
+        self.options = _Options("paceline", timeout)
         self.supports_splitting = True
         self.supports_coalescing = False
         self.supports_time_estimate = False
 
-    # --- what torch asks about a group ---------------------------------------------------------------------------------
+    # --- what torch asks about a group -------------------------------------------------------------
     def name(self) -> str:
         return "paceline"
 
@@ -93,7 +101,7 @@ class PacelineGroup(dist.ProcessGroup):
     def group_desc(self) -> str:
         return self._desc
 
-    def get_group_store(self) -> dist.Store:
+    def get_group_store(self) -> Store:
         return self._store
 
     @property
@@ -164,7 +172,7 @@ class PacelineGroup(dist.ProcessGroup):
         group._set_group_desc(group_desc or f"{self._desc}:split")
         return group
 
-    # --- reductions ----------------------------------------------------------------------------------------------------
+    # --- reductions --------------------------------------------------------------------------------
     def allreduce(
         self, tensors: torch.Tensor | list[torch.Tensor], opts: Any = None, op: Any = None, timeout: Any = None
     ) -> Work:
@@ -238,7 +246,9 @@ class PacelineGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        return self._all_of(self.reduce_scatter_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True))
+        return self._all_of(
+            self.reduce_scatter_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True)
+        )
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
@@ -254,7 +264,7 @@ class PacelineGroup(dist.ProcessGroup):
         ticket = self._engine.reduce_scatter(out, blocks, reduction, wait=wait, timeout_ns=timeout_ns)
         return self._work(ticket, [output], finish)
 
-    # --- moving data ---------------------------------------------------------------------------------------------------
+    # --- moving data -------------------------------------------------------------------------------
     def broadcast(
         self, tensors: torch.Tensor | list[torch.Tensor], opts: Any = None, root: int | None = None, timeout: Any = None
     ) -> Work:
@@ -277,7 +287,7 @@ class PacelineGroup(dist.ProcessGroup):
         tensor = input_tensors if isinstance(input_tensors, torch.Tensor) else _only(input_tensors)
         outputs = output_tensors if _is_flat(output_tensors) else _only(output_tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(tensor, "allgather", [outputs], [tensor], opts or dist.AllgatherOptions())
+            return self._elsewhere(tensor, "allgather", [outputs], [tensor], opts or AllgatherOptions())
         _check_same_dtype("all_gather", [tensor, *outputs])
         wait, timeout_ns = self._call_options(opts, timeout)
         laid = [_laid_out(output, read=False) for output in outputs]
@@ -288,7 +298,7 @@ class PacelineGroup(dist.ProcessGroup):
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: Any = None) -> Work:  # noqa: A002
         if not input.is_cpu:
-            return self._elsewhere(input, "_allgather_base", output, input, opts or dist.AllgatherOptions())
+            return self._elsewhere(input, "_allgather_base", output, input, opts or AllgatherOptions())
         _check_same_dtype("all_gather_into_tensor", [output, input])
         self._check_whole("all_gather_into_tensor", output.numel(), input.numel())
         flat, finish = _laid_out(output, read=False)
@@ -302,7 +312,9 @@ class PacelineGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> Work:
-        return self._all_of(self.all_gather_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True))
+        return self._all_of(
+            self.all_gather_single(out, given, opts) for out, given in zip(outputs, inputs, strict=True)
+        )
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
@@ -311,7 +323,8 @@ class PacelineGroup(dist.ProcessGroup):
     ) -> Work:
         # torch gives one list per rank, each holding one tensor per input.
         return self._all_of(
-            self.allgather([[outputs[i] for outputs in output_lists]], [tensor], opts) for i, tensor in enumerate(inputs)
+            self.allgather([[outputs[i] for outputs in output_lists]], [tensor], opts)
+            for i, tensor in enumerate(inputs)
         )
 
     def gather(self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None) -> Work:
@@ -408,11 +421,18 @@ class PacelineGroup(dist.ProcessGroup):
         wait, timeout_ns = self._call_options(opts, timeout)
         return self._work(self._engine.barrier(wait=wait, timeout_ns=timeout_ns), [])
 
-    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names every rank that did not come, within its own time limit."""
-        self._engine.barrier(wait=True, timeout_ns=self._timeout(timeout))
+        if timeout is None:
+            limit = self._timeout_ns
+        else:
+            limit = int(
+                (timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)).total_seconds() * 1e9
+            )
+        self._monitored_barriers += 1
+        monitored_barrier(self._engine, self._monitored_barriers, limit, wait_all_ranks=wait_all_ranks)
 
-    # --- messages ------------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
         tensor = _only(tensors)
         if not tensor.is_cpu:
@@ -431,7 +451,7 @@ class PacelineGroup(dist.ProcessGroup):
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    # --- coalescing: calls made between start and end are waited for together --------------------------------------------
+    # --- coalescing: calls made between start and end are waited for together ----------------------
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
 
@@ -439,7 +459,7 @@ class PacelineGroup(dist.ProcessGroup):
         works, self._coalescing = self._coalescing or [], None
         return self._all_of(works)
 
-    # --- steps ---------------------------------------------------------------------------------------------------------
+    # --- steps -------------------------------------------------------------------------------------
     def _work(
         self, ticket: Ticket | None, result: list[torch.Tensor], finish: Callable[[], None] | None = None
     ) -> Work:
@@ -487,8 +507,8 @@ class PacelineGroup(dist.ProcessGroup):
             sizes = [rows // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != rows:
             raise ConfigError(
-                f"rank {self.rank()}: all_to_all_single: {name}_split_sizes {list(sizes)} must be {self.size()} numbers "
-                f"that add up to the {rows} rows of the {name}"
+                f"rank {self.rank()}: all_to_all_single: {name}_split_sizes {list(sizes)} must be {self.size()} "
+                f"numbers that add up to the {rows} rows of the {name}"
             )
         return list(tensor.split(list(sizes)))
 
@@ -566,7 +586,11 @@ def _only(tensors: Any) -> Any:
 
 
 def _is_flat(tensors: Any) -> bool:
-    return isinstance(tensors, list | tuple) and all(isinstance(tensor, torch.Tensor) for tensor in tensors) and tensors != []
+    return (
+        isinstance(tensors, list | tuple)
+        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
+        and tensors != []
+    )
 
 
 def _flattened(tensors: Any) -> list[torch.Tensor]:

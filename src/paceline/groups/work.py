@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 from collections.abc import Callable
@@ -15,6 +16,9 @@ from paceline.errors import CollectiveTimeout
 from paceline.groups.engine import Ticket
 
 __all__ = ["Completer", "DoneWork", "PendingWork", "timeout_to_ns"]
+
+_REMEMBERED = 1024
+_SMALL = 4096  # elements
 
 
 def timeout_to_ns(timeout: timedelta | None) -> int:
@@ -104,11 +108,18 @@ class PendingWork(Work):
             if self._future is not None:
                 return self._future
             self._future = torch.futures.Future()
-        if self.is_completed():
-            self._resolve()
+        if self.is_completed() or self._completer.is_current_thread():
+            self.complete()
         else:
             self._completer.watch(self)
         return self._future
+
+    def __del__(self) -> None:
+        # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without its Python half it
+        # would wait for ever. So the object lives on for a while; large tensors do not.
+        if sum(tensor.numel() for tensor in self._result) > _SMALL:
+            self._result = []
+        self._completer.remember(self)
 
     def _settle(self, timeout_ns: int) -> bool:
         """Wait for the end and note how it was; False if it did not come in time."""
@@ -149,6 +160,15 @@ class Completer:
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._remembered: collections.deque[PendingWork] = collections.deque(maxlen=_REMEMBERED)
+
+    def remember(self, work: PendingWork) -> None:
+        """Keep a call alive that nobody in Python refers to any more."""
+        self._remembered.append(work)
+
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of a future: it must not wait for this thread to fulfil another."""
+        return threading.current_thread() is self._thread
 
     def watch(self, work: PendingWork) -> None:
         """Fulfil this work's future when it ends."""
@@ -165,6 +185,7 @@ class Completer:
         if thread is not None:
             self._queue.put(None)
             thread.join()
+        self._remembered.clear()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

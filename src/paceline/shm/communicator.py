@@ -29,10 +29,10 @@ from paceline.shm.rendezvous import Store, exchange, shared_descriptor
 __all__ = ["DTYPE_NAMES", "OP_NAMES", "Communicator", "describe_call"]
 
 DTYPE_NAMES = (
-    "uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 bfloat16 float32 float64 "
-    "complex32 complex64 complex128 bool bytes"
-).split()
-OP_NAMES = "SUM AVG PRODUCT MIN MAX BAND BOR BXOR PREMUL_SUM".split()
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "bool", "bytes"),
+)
+OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
 _SLOT_BYTES = 256 * 1024
 _RING_BYTES = 64 * 1024
@@ -63,7 +63,7 @@ class Communicator:
         self._run = self._core.plc_run
         self._allreduce = self._core.plc_allreduce
 
-    # --- life ------------------------------------------------------------------------------------------------------
+    # --- life --------------------------------------------------------------------------------------
     @classmethod
     def join(
         cls,
@@ -74,6 +74,7 @@ class Communicator:
         *,
         slot_bytes: int = _SLOT_BYTES,
         spin_ns: int | None = None,
+        allow_direct: bool = True,
     ) -> Communicator:
         """Meet the other ranks of this host through the store. `ranks` are their numbers, ascending; ours is `rank`."""
         core = native.library()
@@ -104,7 +105,11 @@ class Communicator:
             if status != Status.OK:
                 _unwatch(watched, local)
             _check(status, "join the segment")
-        return cls(handle, local, watched, ranks, timeout)
+        comm = cls(handle, local, watched, ranks, timeout)
+        status = core.plc_comm_settle(handle, allow_direct)
+        if status:
+            raise comm.error(status, Kind.BARRIER)
+        return comm
 
     def leave(self) -> None:
         """Give up the seat. Peers that still wait for this rank are told."""
@@ -130,8 +135,10 @@ class Communicator:
             raise GroupError("this process group was destroyed; call init_process_group again to use it")
         return self._handle
 
-    # --- collectives -----------------------------------------------------------------------------------------------
-    def allreduce(self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1) -> None:
+    # --- collectives -------------------------------------------------------------------------------
+    def allreduce(
+        self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
+    ) -> None:
         """Reduce `count` elements in place."""
         status = self._allreduce(self.handle, address, count, dtype, op, factor, timeout_ns)
         if status:
@@ -158,7 +165,7 @@ class Communicator:
             raise self.error(status, request.kind)
         return True
 
-    # --- messages --------------------------------------------------------------------------------------------------
+    # --- messages ----------------------------------------------------------------------------------
     def post(self, message: Message, *, is_send: bool) -> None:
         """Start to send or receive. Keep `message` alive until it finished."""
         status = (self._core.plc_send if is_send else self._core.plc_receive)(self.handle, message)
@@ -174,7 +181,7 @@ class Communicator:
             raise self._message_error(status, message, bool(message.is_send))
         return True
 
-    # --- errors ----------------------------------------------------------------------------------------------------
+    # --- errors ------------------------------------------------------------------------------------
     def calls(self) -> list[native.CallRecord]:
         """What each rank said about the last compared call."""
         records = (native.CallRecord * self.size)()
@@ -186,7 +193,9 @@ class Communicator:
         if status == Status.MISMATCH:
             return self._mismatch()
         if status == Status.INVALID:
-            return ConfigError(f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation")
+            return ConfigError(
+                f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation"
+            )
         if status == Status.SYSTEM:
             number = C.get_errno()
             return NativeError(f"rank {self._me}: {Kind.NAMES[kind]}: the system refused: {os.strerror(number)}")
@@ -203,7 +212,7 @@ class Communicator:
         if status == Status.TIMEOUT:
             missing = [failure.missing[i] for i in range(failure.missing_count)]
             return CollectiveTimeout(
-                f"rank {self._me} waited {self.timeout.total_seconds():g} s {where} for "
+                f"rank {self._me} reached the timeout of {self.timeout.total_seconds():g} s {where}, waiting for "
                 + "; ".join(f"rank {self.names[r]} ({self._condition(r)})" for r in missing)
                 + ". Give the late rank more time (`timeout=` of init_process_group) or see where it is stuck: "
                 "all ranks must make the same calls in the same order",
@@ -335,4 +344,3 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return _exit_code(pid) is None
-

@@ -110,9 +110,7 @@ def open_peer_descriptor(pid: int, number: int) -> int:
 
 
 @contextlib.contextmanager
-def _told_to_all(
-    store: Store, topic: str, rank: int, ranks: Sequence[int], timeout: timedelta
-) -> Iterator[None]:
+def _told_to_all(store: Store, topic: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
     """Run a step on every rank; if it fails on one, all ranks raise."""
     try:
         yield

@@ -1,1 +1,1 @@
-"""Benchmarks of `paceline bench`, one module each."""
+"""One module for each benchmark: `add_arguments(parser)` and `run(options) -> int`; only `run` may import torch."""
