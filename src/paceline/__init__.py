@@ -21,13 +21,19 @@ from paceline.errors import (
     NativeError,
     PacelineError,
     PeerLost,
+    StepError,
 )
 
 if TYPE_CHECKING:
-    pass
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "DistributedDataParallel": "paceline.ddp",
+    "SyncBatchNorm": "paceline.ddp",
+    "replicate": "paceline.ddp",
+    "replica_of": "paceline.ddp",
+}
 
 __all__ = [
     "__version__",
@@ -38,8 +44,13 @@ __all__ = [
     "CollectiveTimeout",
     "PeerLost",
     "GroupAborted",
+    "StepError",
     "LaunchError",
     "NativeError",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "replicate",
+    "replica_of",
 ]
 
 
