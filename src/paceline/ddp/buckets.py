@@ -54,8 +54,11 @@ class Bucket:
     def take(self, position: int) -> None:
         """Take one gradient in at once instead of with the others (large ones: while they are in the cache)."""
 
-    def gather(self, used: Collection[int], *, contribute: bool) -> None:
-        """Bring all gradients in. A position that is not used, or a rank that contributes nothing, gives zeros."""
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
+        """Bring all gradients in. A position that is not used, or a rank that contributes nothing, gives zeros.
+
+        Returns the positions that do have a gradient: autograd may reach a parameter and bring it nothing.
+        """
         raise NotImplementedError
 
     def is_finite(self) -> bool:
@@ -142,25 +145,18 @@ class DenseBucket(Bucket):
             self.views[position] = self._view(position)
         return self.views[position]
 
-    def gather(self, used: Collection[int], *, contribute: bool) -> None:
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
         self.prepare()
-        if not contribute:
-            self._keep(position for position in range(self.size) if position not in used)
-            self.flat.zero_()
-            return
+        used = {position for position in used if self.parameters[position].grad is not None}
         if len(used) < self.size:
-            self._gather_some(used)
-            return
-        targets, sources = [], []
-        for position, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is not self.views[position]:
-                targets.append(self._vacant(position))
-                sources.append(gradient)
-        self._copy(targets, sources)
+            self._keep(position for position in range(self.size) if position not in used)
+        if contribute:
+            self._copy_in()
+        else:
+            self.flat.zero_()
+        return used
 
-    def _gather_some(self, used: Collection[int]) -> None:
-        self._keep(position for position in range(self.size) if position not in used)
+    def _copy_in(self) -> None:
         targets, sources = [], []
         for position, parameter in enumerate(self.parameters):
             gradient = parameter.grad
@@ -235,7 +231,7 @@ class DenseBucket(Bucket):
 
     def _offset(self, position: int) -> int:
         assert self._flat is not None
-        return self._flat.storage_offset() + self.offsets[position]
+        return int(self._flat.storage_offset()) + self.offsets[position]
 
 
 class SparseBucket(Bucket):
@@ -245,7 +241,7 @@ class SparseBucket(Bucket):
         super().__init__(index, members, parameters)
         self.value: torch.Tensor | None = None
 
-    def gather(self, used: Collection[int], *, contribute: bool) -> None:
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
         parameter = self.parameters[0]
         gradient = parameter.grad
         if gradient is None or not contribute:
@@ -258,6 +254,7 @@ class SparseBucket(Bucket):
         elif not gradient.is_sparse:
             gradient = gradient.to_sparse(1)
         self.value = gradient.detach().clone()
+        return set(used) if parameter.grad is not None else set()
 
     def is_finite(self) -> bool:
         assert self.value is not None

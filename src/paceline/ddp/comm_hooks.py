@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
 from paceline.errors import ConfigError
@@ -87,14 +88,14 @@ def check_hook(hook: Any) -> None:
     bucket = signature.parameters.get("bucket")
     if bucket is None:
         raise ConfigError(f"a communication hook takes (state, bucket), this one {signature}")
-    if bucket.annotation not in (inspect.Parameter.empty, dist.GradBucket, "dist.GradBucket"):
+    if bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
     expected = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]")
     if signature.return_annotation not in expected:
         raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
 
 
-def builtin_hook(kind: dist.BuiltinCommHookType, group: dist.ProcessGroup) -> Hook:
+def builtin_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> Hook:
     """Torch's two built-in hooks."""
     world = dist.get_world_size(group)
 
@@ -104,10 +105,10 @@ def builtin_hook(kind: dist.BuiltinCommHookType, group: dist.ProcessGroup) -> Ho
     def fp16_compress(_: Any, bucket: Any) -> torch.futures.Future[Any]:
         small = bucket.buffer().to(torch.float16).div_(world)
         future = group.allreduce([small]).get_future()
-        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))  # type: ignore[no-any-return]
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
-    if kind == dist.BuiltinCommHookType.ALLREDUCE:
+    if kind == BuiltinCommHookType.ALLREDUCE:
         return allreduce
-    if kind == dist.BuiltinCommHookType.FP16_COMPRESS:
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
         return fp16_compress
     raise ConfigError(f"unknown built-in communication hook {kind}")

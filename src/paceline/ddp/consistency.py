@@ -43,11 +43,7 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
     fingerprint = hashlib.sha256(text.encode()).digest()
     row = torch.frombuffer(bytearray(fingerprint), dtype=torch.int32).clone()
     table = transport.table_of(row)
-    if bool((table == row).all(dim=1).all()):
-        same = 1
-    else:
-        same = 0
-    if same:
+    if bool((table == row).all()):
         return
     everybody = [dict(json.loads(one)) for one in transport.texts(text)]
     orders = [[name for name, _ in json.loads(one)] for one in transport.texts(text)]

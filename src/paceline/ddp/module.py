@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch._C._autograd import _profiler_enabled
+from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
 from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
@@ -23,7 +25,7 @@ from paceline.ddp.consistency import DriftWatch, check_same_model, describe
 from paceline.ddp.delayed import DelayedParameters
 from paceline.ddp.mixed_precision import LowPrecision
 from paceline.ddp.plan import MIB, BucketLimits
-from paceline.ddp.reducer import Managed, Reducer
+from paceline.ddp.reducer import Managed, OwnGradients, Reducer
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.structure import first_batch_size, tensors_in
 from paceline.ddp.transport import GroupTransport, Transport
@@ -238,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         ]
         buffers = self._named_buffers()
         check_same_model(self._transport, describe(parameters, buffers.items() if with_buffers else ()))
-        tensors = [parameter for _, parameter in parameters]
+        tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
         broadcast(self.process_group, tensors + (list(buffers.values()) if with_buffers else []), 0)
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
@@ -302,7 +304,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if torch.autograd._profiler_enabled():
+        if _profiler_enabled():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
@@ -383,7 +385,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for parameter in self._module_parameters:
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):  # type: ignore[no-untyped-call] # torch's
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
@@ -422,6 +424,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._transport is None:
             return
         last_active: list[int] = [0]
+        own = OwnGradients(self.reducer.managed)
         while True:
             signals = self.reducer.answer(self._sync_buffers)
             active = [rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER]
@@ -430,6 +433,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             last_active = active
             if optimizer is not None and signals[active[0]].call is Call.BACKWARD:
                 _take_step(optimizer)
+        own.put_back()
         alone = self._transport.sum_of(torch.tensor([0 if optimizer is not None else 1], dtype=torch.int64))
         if int(alone):
             self._copy_model_from(last_active)
@@ -442,7 +446,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _broadcast_everything(self, source: int) -> None:
         named = dict(self.module.named_parameters())
-        tensors = [one for name, one in named.items() if name not in self.parameters_to_ignore]
+        tensors: list[torch.Tensor] = [one for name, one in named.items() if name not in self.parameters_to_ignore]
         if self.forward_sync_buffers:
             tensors += list(self._named_buffers().values())
         broadcast(self.process_group, tensors, source)
@@ -545,13 +549,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average with `hook(state, bucket) -> Future` instead, as in torch's class. Once, and before training."""
         check_hook(hook)
-        _refuse_bfloat16_hook(hook)
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._use_hook(state, hook)
 
-    def _register_builtin_comm_hook(self, comm_hook_type: dist.BuiltinCommHookType) -> None:
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         if self.reducer.hook is not None:
             raise RuntimeError("register_builtin_comm_hook or register_comm_hook can only be called once.")
         self._use_hook(None, builtin_hook(comm_hook_type, self.process_group))
@@ -565,7 +568,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self.reducer.after_step.remove(self._drift.after_step)  # local SGD and the like keep replicas apart
 
     def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import _as_overlapped_optim
 
         overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
         try:
@@ -702,7 +705,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch's
         self.process_group = _default_group()
         self._delayed = None
         self._build_transport()
@@ -718,11 +721,14 @@ class _JoinHook(JoinHook):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
+        self._own: OwnGradients | None = None
 
     def main_hook(self) -> None:
         ddp = self._ddp
         if ddp._transport is None:
             return
+        if self._own is None:
+            self._own = OwnGradients(ddp.reducer.managed)
         signals = ddp.reducer.answer(ddp._sync_buffers)
         follows = any(signal.backward_follows for signal in signals)
         ddp.require_forward_param_sync = follows
@@ -734,6 +740,8 @@ class _JoinHook(JoinHook):
         transport = ddp._transport
         if transport is None:
             return
+        if self._own is not None:
+            self._own.put_back()
         proposed = torch.tensor([transport.rank if is_last_joiner else -1])
         ddp._broadcast_everything(int(transport.table_of(proposed).max()))
         transport.divide_by_world = ddp.average == "ranks"
@@ -749,10 +757,6 @@ def _refuse_unknown(unknown: Mapping[str, Any], average: str, on_error: str) -> 
         raise ConfigError(f'average={average!r}: it is "samples" (exact) or "ranks" (torch\'s plain average)')
     if on_error not in ("raise", "skip"):
         raise ConfigError(f'on_error={on_error!r}: it is "raise" or "skip"')
-
-
-def _refuse_bfloat16_hook(hook: Callable[..., Any]) -> None:
-    """Left to the backend: where bfloat16 sums do not exist, the backend itself says so."""
 
 
 def _default_group() -> dist.ProcessGroup:

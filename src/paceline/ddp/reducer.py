@@ -31,7 +31,7 @@ from paceline.ddp.signals import Call, Signal, common_call
 from paceline.ddp.transport import Transport
 from paceline.errors import PacelineError, StepError
 
-__all__ = ["ForwardPass", "Managed", "Reducer"]
+__all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
 
 # From here on a gradient goes into its bucket at once: it is still in the cache, and its own memory is freed early.
 _TAKE_AT_ONCE_BYTES = 256 * 1024
@@ -50,6 +50,19 @@ class Managed:
     name: str
     parameter: torch.Tensor
     sparse: bool = False
+
+
+class OwnGradients:
+    """A rank without data sees the others' averages in its `.grad`; afterwards it has its own gradients again."""
+
+    def __init__(self, managed: Sequence[Managed]) -> None:
+        self._kept = [
+            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone()) for one in managed
+        ]
+
+    def put_back(self) -> None:
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
 
 
 class ForwardPass:
@@ -131,6 +144,7 @@ class Reducer:
         self._completion: _EndOfBackward | None = None
         self._arrived: list[int] = []
         self._used_since_exchange: set[int] = set()
+        self._silent: set[int] = set()  # reached by backward, but without a gradient
         self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
         self._scaling: list[Any] = []
         self._handles: list[Any] = []
@@ -170,7 +184,7 @@ class Reducer:
         for bucket in self.buckets:
             for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
                 hook = self._gradient_hook(bucket, position, index, parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call] # torch's
 
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
@@ -242,7 +256,7 @@ class Reducer:
         for tensor in tensors:
             if tensor.requires_grad:
                 self._passes.add(one)
-                tensor.register_hook(reached)
+                tensor.register_hook(reached)  # type: ignore[no-untyped-call] # torch's
 
     @property
     def accumulating(self) -> bool:
@@ -275,7 +289,7 @@ class Reducer:
         one.spent = True
         self._count = one.count
         self._completion = _EndOfBackward(self)
-        Variable._execution_engine.queue_callback(self._completion)  # type: ignore[attr-defined]
+        Variable._execution_engine.queue_callback(self._completion)
         if self.window.open:
             self._scale_by(self._preview(one.count + sum(other.count for other in others)))
         if self._mode is _Mode.SYNCING:
@@ -302,7 +316,9 @@ class Reducer:
         def scaled(gradient: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
-        self._scaling = [one.parameter.register_hook(scaled) for one in self.managed if one.parameter.requires_grad]
+        for one in self.managed:
+            if one.parameter.requires_grad:
+                self._scaling.append(one.parameter.register_hook(scaled))  # type: ignore[no-untyped-call] # torch's
 
     @property
     def _by_samples(self) -> bool:
@@ -364,15 +380,19 @@ class Reducer:
             raise StepError(self._trouble, rank=self.transport.rank, traceback=self._trouble)
 
     def _has_unused(self) -> bool:
-        return len(self._used_since_exchange.union(self._arrived)) < len(self.managed)
+        return len(self._used()) < len(self.managed)
+
+    def _used(self) -> set[int]:
+        return self._used_since_exchange.union(self._arrived) - self._silent
 
     def _send(self, bucket: Bucket) -> None:
         """Fill what is not filled and hand the bucket to the transport."""
         with torch.no_grad():
             self._count_samples()
-            used = self._used_in(bucket)
+            reached = self._used_in(bucket)
             empty = self._by_samples and self.window.contribution().empty
-            bucket.gather(used, contribute=not empty)
+            used = bucket.gather(reached, contribute=not empty)
+            self._silent.update(bucket.members[position] for position in reached - used)
             if self._check_finite and not bucket.is_finite():
                 self._name_non_finite(bucket)
             self._begin()
@@ -474,8 +494,7 @@ class Reducer:
             return None
         assert self.transport is not None
         local = torch.zeros(len(self.managed), dtype=torch.int32)
-        mine = sorted(self._used_since_exchange.union(self._arrived))
-        local[mine] = 1
+        local[sorted(self._used())] = 1
         table = self.transport.sum_of(local)
         self.globally_used = table
         used = set(table.nonzero().flatten().tolist())
@@ -503,6 +522,7 @@ class Reducer:
         self._task = -1
         self._begun = False
         self._arrived.clear()
+        self._silent.clear()
         for bucket in self.buckets:
             bucket.reset()
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-__all__ = ["Contribution", "SampleWindow", "weight_of"]
+__all__ = ["NOTHING", "Contribution", "SampleWindow", "weight_of"]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +25,9 @@ class Contribution:
     @property
     def empty(self) -> bool:
         return self.total == 0
+
+
+NOTHING = Contribution()
 
 
 class SampleWindow:

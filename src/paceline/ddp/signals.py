@@ -11,7 +11,7 @@ import enum
 from collections.abc import Sequence
 from typing import ClassVar
 
-from paceline.ddp.samples import Contribution
+from paceline.ddp.samples import NOTHING, Contribution
 from paceline.errors import MismatchError
 
 __all__ = ["Call", "Signal", "common_call"]
@@ -34,7 +34,7 @@ class Signal:
     """One rank's part of an exchange."""
 
     call: Call
-    contribution: Contribution = Contribution()
+    contribution: Contribution = NOTHING
     failed: bool = False  # this rank cannot finish its step: nobody may apply it
     unused: bool = False  # some parameter got no gradient here
     buffers: bool = False  # module buffers are synchronised next

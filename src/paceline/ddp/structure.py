@@ -40,18 +40,16 @@ def _walk(thing: Any, seen: set[int]) -> Iterator[torch.Tensor]:
 
 
 def _parts(thing: Any) -> list[Any] | None:
-    if isinstance(thing, str | bytes | int | float | None):
-        return None
+    """What a container holds; None for anything that is no container."""
+    parts: list[Any] | None = None
     if isinstance(thing, list | tuple | set | frozenset):
-        return list(thing)
-    if isinstance(thing, Mapping):
-        return list(thing.values())
-    if isinstance(thing, torch.nn.utils.rnn.PackedSequence):
-        return [thing.data]
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return [getattr(thing, field.name) for field in dataclasses.fields(thing)]
-    if type(thing).__name__ == "RRef" and thing.is_owner():
-        return [thing.local_value()]
-    if hasattr(thing, "__dict__") and not isinstance(thing, type) and not callable(thing):
-        return list(vars(thing).values())
-    return None
+        parts = list(thing)
+    elif isinstance(thing, Mapping):
+        parts = list(thing.values())
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        parts = [getattr(thing, field.name) for field in dataclasses.fields(thing)]
+    elif type(thing).__name__ == "RRef" and thing.is_owner():
+        parts = [thing.local_value()]
+    elif hasattr(thing, "__dict__") and not isinstance(thing, type) and not callable(thing):
+        parts = list(vars(thing).values())  # an output object of the caller's own
+    return parts

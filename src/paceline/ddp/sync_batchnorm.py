@@ -32,7 +32,10 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 self._momentum(),
                 self.eps,
             )
-        output, mean, variance, count = _GlobalNorm.apply(input, self.weight, self.bias, self.eps, group)
+        result: tuple[torch.Tensor, ...] = _GlobalNorm.apply(  # type: ignore[no-untyped-call] # torch's
+            input, self.weight, self.bias, self.eps, group
+        )
+        output, mean, variance, count = result
         self._update_statistics(mean, variance, float(count))
         return output
 

@@ -36,7 +36,7 @@ class Transport(abc.ABC):
         """Memory for a bucket, as bytes."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
-    def forget(self) -> None:
+    def forget(self) -> None:  # noqa: B027 - most transports keep nothing
         """The buckets so far are replaced by others."""
 
     @abc.abstractmethod
@@ -120,13 +120,14 @@ class GroupTransport(Transport):
         self._in_flight.append((work, bucket))
 
     def finish(self, signal: Signal | None) -> list[Signal]:
-        table, work = self._send(signal) if signal is not None else (None, None)
+        closing = self._send(signal) if signal is not None else None
         in_flight, self._in_flight = self._in_flight, []
         for bucket_work, bucket in in_flight:
             bucket_work.wait()
             bucket.received()
-        if table is None:
+        if closing is None:
             return self.began()
+        table, work = closing
         work.wait()
         return _read(table)
 
