@@ -27,13 +27,14 @@ from paceline.ddp.mixed_precision import LowPrecision
 from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.reducer import Managed, OwnGradients, Reducer
 from paceline.ddp.signals import Call, Signal
+from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.structure import first_batch_size, tensors_in
 from paceline.ddp.transport import GroupTransport, Transport
 from paceline.errors import ConfigError
 
 __all__ = ["DistributedDataParallel"]
 
-logger = logging.getLogger("paceline")
+_logger = logging.getLogger("paceline")
 
 _Average = Literal["samples", "ranks"]
 _CHECK_REPLICAS_EVERY = 200
@@ -149,7 +150,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if mixed_precision is not None:
             self._low_precision = LowPrecision(mixed_precision, self.module)
             self._use_low_precision()
-        self._refuse_torch_sync_batchnorm()
+        self._prepare_sync_batchnorm()
         if static_graph:
             self._set_static_graph()
 
@@ -261,6 +262,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _build_reducer(self) -> None:
         managed = self._managed_parameters()
+        self._frozen = [one for one in self._module_parameters if not one.requires_grad]
         self.modules_buffers = list(self._named_buffers().values())
         self.reducer = Reducer(
             managed,
@@ -276,6 +278,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.on_unequal_counts = (self._say_what_is_weighted,)
         self._watch_replicas(managed)
 
+    def _follow_unfreezing(self) -> None:
+        """Parameters that were frozen when the buckets were planned need a gradient now: plan anew, on every rank."""
+        hook = self.reducer.hook
+        self.reducer.remove_hooks()
+        if self._transport is not None:
+            managed = [(one.name, one.parameter) for one in self._managed_parameters()]
+            check_same_model(self._transport, describe(managed, ()))
+        self._build_reducer()
+        self.reducer.hook = hook
+
     def _watch_replicas(self, managed: Sequence[Managed]) -> None:
         every = self._check_every
         if every is None:  # replicas that were never made equal, or that a hook may keep apart, are not compared
@@ -290,12 +302,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.before_scatter.append(self._low_precision.restore)
         self.reducer.use_bucket_dtype(self._low_precision.reduce_dtype)
 
-    def _refuse_torch_sync_batchnorm(self) -> None:
-        from paceline.ddp.sync_batchnorm import SyncBatchNorm
-
+    def _prepare_sync_batchnorm(self) -> None:
         for name, layer in self.module.named_modules():
-            on_cpu = isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu"
-            if on_cpu and not isinstance(layer, SyncBatchNorm):
+            if isinstance(layer, SyncBatchNorm):
+                layer.weigh_samples = self.average == "samples"
+            elif isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu":
                 raise ConfigError(
                     f"{name or 'the module'} is torch's SyncBatchNorm: SyncBatchNorm layers only work with GPU "
                     "modules. paceline.SyncBatchNorm.convert_sync_batchnorm(module) makes it work on CPU too."
@@ -325,6 +336,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():
+            if self._frozen and any(one.requires_grad for one in self._frozen):
+                self._follow_unfreezing()
             self._count = self._stated_count if self._stated_count is not None else first_batch_size(inputs, kwargs)
         if self._transport is not None:
             self._meet_peers()
@@ -343,7 +356,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if joining:
             Join.notify_join_context(self)
         if torch.is_grad_enabled() and self.reducer.follow_plan():
-            logger.debug("buckets re-planned in the order gradients arrived: %d", len(self.reducer.buckets))
+            _logger.debug("buckets re-planned in the order gradients arrived: %d", len(self.reducer.buckets))
         buffers = self._syncs_buffers_before_forward()
         if buffers or joining:
             follows = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -394,7 +407,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _say_what_is_weighted(self, totals: list[float]) -> None:
         if dist.get_rank(self.process_group) == 0:
             counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
-            logger.warning(
+            _logger.warning(
                 "%s: ranks hold different numbers of samples (%s); each gradient is weighted by its rank's number, so "
                 "that the average is that of the global batch. State another weight with `with model.count(n):`, or "
                 'average ranks equally with average="ranks".',

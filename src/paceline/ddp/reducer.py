@@ -183,6 +183,8 @@ class Reducer:
     def _install_hooks(self) -> None:
         for bucket in self.buckets:
             for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
+                if not parameter.requires_grad:
+                    continue  # frozen since: it counts as unused until the next plan
                 hook = self._gradient_hook(bucket, position, index, parameter)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call] # torch's
 
@@ -290,8 +292,9 @@ class Reducer:
         self._count = one.count
         self._completion = _EndOfBackward(self)
         Variable._execution_engine.queue_callback(self._completion)
-        if self.window.open:
-            self._scale_by(self._preview(one.count + sum(other.count for other in others)))
+        count = one.count + sum(other.count for other in others)
+        if self.window.open or (count == 0 and self._mode is _Mode.MUTED):
+            self._scale_by(self._preview(count))
         if self._mode is _Mode.SYNCING:
             for bucket in self.buckets:
                 bucket.prepare()
@@ -430,7 +433,7 @@ class Reducer:
             return
         self._remove_scaling()
         try:
-            if not self._arrived:
+            if self.transport is not None and not self._arrived:
                 return  # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was touched
             if self._mode is _Mode.MUTED:
                 self._count_samples()

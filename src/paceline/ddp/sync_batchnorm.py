@@ -16,6 +16,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     A rank weighs as much as it has samples, none if it has none. Only a training forward communicates.
     """
 
+    # Set by DistributedDataParallel: its average weighs ranks by samples, so their losses do too.
+    weigh_samples = False
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         self._check_input_dim(input)
         self._check_non_zero_input_channels(input)
@@ -33,7 +36,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 self.eps,
             )
         result: tuple[torch.Tensor, ...] = _GlobalNorm.apply(  # type: ignore[no-untyped-call] # torch's
-            input, self.weight, self.bias, self.eps, group
+            input, self.weight, self.bias, self.eps, group, self.weigh_samples
         )
         output, mean, variance, count = result
         self._update_statistics(mean, variance, float(count))
@@ -82,7 +85,13 @@ class _GlobalNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, data: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: Any
+        ctx: Any,
+        data: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: Any,
+        weigh_samples: bool,
     ) -> tuple[torch.Tensor, ...]:
         mean, variance, count = _global_statistics(data, group)
         inverse = torch.rsqrt(variance + eps)
@@ -94,6 +103,8 @@ class _GlobalNorm(torch.autograd.Function):
             output = output + _spread(bias, data)
         ctx.save_for_backward(normed, inverse, weight)
         ctx.group, ctx.count, ctx.has_bias = group, count, bias is not None
+        # What this rank's loss weighs in the whole, up to a factor all ranks share.
+        ctx.share = max(data.numel() // data.shape[1], 1) if weigh_samples else 1
         tensors = output.to(data.dtype), mean, variance, torch.tensor(count)
         ctx.mark_non_differentiable(*tensors[1:])
         return tensors
@@ -107,13 +118,13 @@ class _GlobalNorm(torch.autograd.Function):
         along = (grad * normed).sum(others)
         grad_data = None
         if ctx.needs_input_grad[0]:
-            both = torch.stack([total, along])
+            both = torch.stack([total, along]) * ctx.share
             dist.all_reduce(both, group=ctx.group)
-            mean_total, mean_along = both / ctx.count
+            mean_total, mean_along = both / (ctx.count * ctx.share)
             centred = grad - _spread(mean_total, grad) - normed * _spread(mean_along, grad)
             factor = inverse if weight is None else inverse * weight
             grad_data = centred * _spread(factor, grad)
-        return grad_data, along if weight is not None else None, total if ctx.has_bias else None, None, None
+        return grad_data, along if weight is not None else None, total if ctx.has_bias else None, None, None, None
 
 
 def _global_statistics(data: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, float]:
