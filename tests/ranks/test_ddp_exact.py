@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import os
 
 import hypothesis.strategies as st
 import pytest
@@ -11,6 +13,17 @@ from hypothesis import HealthCheck, given, settings
 
 import paceline
 from tests.harness import init_group, run_ranks
+
+
+@pytest.fixture(params=["gloo", "paceline"])
+def ranks(request):
+    """`run_ranks` on sockets and on shared memory."""
+    return functools.partial(run_ranks, env={"BACKEND": request.param})
+
+
+def join_group():
+    init_group(os.environ["BACKEND"])
+
 
 RTOL = 1e-12
 few = settings(max_examples=4, suppress_health_check=list(HealthCheck))
@@ -38,9 +51,9 @@ def assert_exact(model, samples):
         assert worst <= RTOL, f"{name}: relative difference {worst:.1e}"
 
 
-def run_splits(rank, world, cases, backend="gloo"):
+def run_splits(rank, world, cases):
     """Each case: per rank a list of micro-batch sizes."""
-    init_group(backend)
+    join_group()
     model = paceline.DistributedDataParallel(net())
     for case in cases:
         model.zero_grad()
@@ -73,10 +86,10 @@ def splits(samples, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_every_split_of_up_to_twelve_samples(world):
+def test_every_split_of_up_to_twelve_samples(ranks, world):
     largest = 12 if world < 3 else 7
     cases = [[[n] for n in split] for samples in range(1, largest + 1) for split in splits(samples, world)]
-    assert same_bits(run_ranks(world, run_splits, cases, timeout=110))
+    assert same_bits(ranks(world, run_splits, cases, timeout=110))
 
 
 @few
@@ -87,23 +100,23 @@ def test_every_split_of_up_to_twelve_samples(world):
         max_size=40,
     )
 )
-def test_any_split_over_four_ranks(cases):
-    assert same_bits(run_ranks(4, run_splits, [[[n] for n in split] for split in cases], timeout=110))
+def test_any_split_over_four_ranks(ranks, cases):
+    assert same_bits(ranks(4, run_splits, [[[n] for n in split] for split in cases], timeout=110))
 
 
 @few
 @given(st.integers(2, 3).flatmap(lambda world: st.tuples(st.just(world), st.data())))
-def test_any_ragged_accumulation(case):
+def test_any_ragged_accumulation(ranks, case):
     world, draw = case
     sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4)
     one = st.lists(sizes, min_size=world, max_size=world).filter(lambda ranks: sum(map(sum, ranks)) > 0)
     cases = draw.draw(st.lists(one, min_size=20, max_size=25))
-    assert same_bits(run_ranks(world, run_splits, cases, timeout=110))
+    assert same_bits(ranks(world, run_splits, cases, timeout=110))
 
 
 def ragged_epoch(rank, world, how):
     """Ranks hold 3, 2 and 1 batches; the run equals one process over the global batches, weight for weight."""
-    init_group("gloo")
+    join_group()
     whole = [[data(5)[:3], data(6)[:2], data(7)[:1]], [data(8)[:4], data(9)[:2]], [data(10)[:1]]]
     plain = net()
     alone = torch.optim.AdamW(plain.parameters(), lr=0.05)
@@ -136,12 +149,12 @@ def ragged_epoch(rank, world, how):
 
 
 @pytest.mark.parametrize("how", ["optimizer", "weights", "join"])
-def test_the_ragged_end_of_an_epoch(how):
-    assert same_bits(run_ranks(3, ragged_epoch, how))
+def test_the_ragged_end_of_an_epoch(ranks, how):
+    assert same_bits(ranks(3, ragged_epoch, how))
 
 
 def empty_rank(rank, world):
-    init_group("gloo")
+    join_group()
     model = paceline.DistributedDataParallel(net())
     part = data(4) if rank == 0 else data(4)[:0]
     loss = model(part).square().mean()
@@ -150,13 +163,13 @@ def empty_rank(rank, world):
     assert_exact(model, 4)
 
 
-def test_a_rank_without_samples_contributes_exactly_nothing():
-    run_ranks(2, empty_rank)
+def test_a_rank_without_samples_contributes_exactly_nothing(ranks):
+    ranks(2, empty_rank)
 
 
 def stated_counts(rank, world):
     """Two samples per rank, but tokens are what counts."""
-    init_group("gloo")
+    join_group()
     tokens = [3, 1][rank]
     model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double())
     with model.count(tokens):
@@ -164,24 +177,24 @@ def stated_counts(rank, world):
     assert model.module.weight.grad.item() == pytest.approx((3 * 1.0 + 1 * 2.0) / 4, rel=1e-15)
 
 
-def test_the_caller_may_state_what_counts():
-    run_ranks(2, stated_counts)
+def test_the_caller_may_state_what_counts(ranks):
+    ranks(2, stated_counts)
 
 
 def plain_average(rank, world):
-    init_group("gloo")
+    join_group()
     model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), average="ranks")
     x = torch.ones(4, 1) * 3 if rank == 0 else torch.ones(1, 1)
     model(x.double()).mean().backward()
     assert model.module.weight.grad.item() == 2.0
 
 
-def test_average_over_ranks_is_torchs():
-    run_ranks(2, plain_average)
+def test_average_over_ranks_is_torchs(ranks):
+    ranks(2, plain_average)
 
 
 def one_line(rank, world):
-    init_group("gloo")
+    join_group()
     lines = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -192,8 +205,8 @@ def one_line(rank, world):
     return lines
 
 
-def test_the_first_unequal_counts_are_told_once_by_rank_zero():
-    told, silent = run_ranks(2, one_line)
+def test_the_first_unequal_counts_are_told_once_by_rank_zero(ranks):
+    told, silent = ranks(2, one_line)
     assert silent == []
     assert len(told) == 1
     assert "rank 0: 2, rank 1: 3" in told[0]
@@ -202,7 +215,7 @@ def test_the_first_unequal_counts_are_told_once_by_rank_zero():
 
 def several_forwards(rank, world):
     """Two forwards, two backwards, of other sizes on every rank: each backward weighs its own forward."""
-    init_group("gloo")
+    join_group()
     first, second = data(6)[: [4, 2][rank]], data(9)[: [1, 5][rank]]
     expected = []
     for sizes, source in (([4, 2], data(6)), ([1, 5], data(9))):
@@ -220,5 +233,5 @@ def several_forwards(rank, world):
                 assert torch.allclose(parameter.grad, gradient, rtol=1e-12, atol=1e-16)
 
 
-def test_each_backward_weighs_its_own_forward():
-    run_ranks(2, several_forwards)
+def test_each_backward_weighs_its_own_forward(ranks):
+    ranks(2, several_forwards)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import itertools
+import os
 
 import pytest
 import torch
@@ -13,9 +16,19 @@ import paceline
 from tests.harness import init_group, run_ranks
 
 
+@pytest.fixture(params=["gloo", "paceline"])
+def ranks(request):
+    """`run_ranks` on sockets and on shared memory."""
+    return functools.partial(run_ranks, env={"BACKEND": request.param})
+
+
+def join_group():
+    init_group(os.environ["BACKEND"])
+
+
 def linear(*sizes):
     layers = []
-    for a, b in zip(sizes, sizes[1:], strict=False):
+    for a, b in itertools.pairwise(sizes):
         layers += [torch.nn.Linear(a, b), torch.nn.Tanh()]
     return torch.nn.Sequential(*layers[:-1])
 
@@ -96,7 +109,7 @@ def same_as_plain(rank, world, build, loss=None, shape=(3, 4), wrap=None, rtol=1
 
 
 def checkpointing(rank, world):
-    init_group("gloo")
+    join_group()
     for reentrant in (True, False):
         for shared in (True, False):
             # a re-entrant checkpoint needs an input that requires a gradient
@@ -108,12 +121,12 @@ def checkpointing(rank, world):
             )
 
 
-def test_checkpointing_both_ways_with_shared_layers():
-    run_ranks(2, checkpointing)
+def test_checkpointing_both_ways_with_shared_layers(ranks):
+    ranks(2, checkpointing)
 
 
 def several_uses(rank, world):
-    init_group("gloo")
+    join_group()
     same_as_plain(rank, world, lambda: linear(4, 4), lambda m, x: (m(x) + m(m(x))).square().mean())
     same_as_plain(rank, world, lambda: linear(4, 4), lambda m, x: m(x).square().mean() + m(2 * x).abs().mean())
 
@@ -124,12 +137,12 @@ def several_uses(rank, world):
     same_as_plain(rank, world, lambda: linear(4, 4, 4), regularised)
 
 
-def test_forward_several_times_and_parameters_used_outside_it():
-    run_ranks(2, several_uses)
+def test_forward_several_times_and_parameters_used_outside_it(ranks):
+    ranks(2, several_uses)
 
 
 def outputs(rank, world):
-    init_group("gloo")
+    join_group()
 
     def loss(model, x):
         out = model(x)
@@ -139,12 +152,12 @@ def outputs(rank, world):
     same_as_plain(rank, world, Structured, loss)
 
 
-def test_nested_outputs():
-    run_ranks(2, outputs)
+def test_nested_outputs(ranks):
+    ranks(2, outputs)
 
 
 def kinds_of_parameters(rank, world):
-    init_group("gloo")
+    join_group()
     same_as_plain(rank, world, lambda: linear(4, 4).double(), lambda m, x: m(x.double()).square().mean())
     same_as_plain(
         rank, world, lambda: linear(4, 4).to(torch.complex64), lambda m, x: m(x.to(torch.complex64)).abs().mean()
@@ -172,12 +185,12 @@ def kinds_of_parameters(rank, world):
     same_as_plain(rank, world, Both, lambda m, x: m(x))
 
 
-def test_dtypes_complex_channels_last_and_mixed():
-    run_ranks(2, kinds_of_parameters)
+def test_dtypes_complex_channels_last_and_mixed(ranks):
+    ranks(2, kinds_of_parameters)
 
 
 def sparse(rank, world):
-    init_group("gloo")
+    join_group()
     for cls in (torch.nn.Embedding, torch.nn.EmbeddingBag):
         same_as_plain(
             rank,
@@ -193,13 +206,13 @@ def sparse(rank, world):
     assert gradient.to_dense()[:4, 0].tolist() == [0.5, 0.5, 1.0, 0.0]
 
 
-def test_sparse_gradients():
-    run_ranks(2, sparse)
+def test_sparse_gradients(ranks):
+    ranks(2, sparse)
 
 
 def unused(rank, world, options):
     """Another layer per rank and step; one that nobody ever uses. No flag, no hang, the right gradients."""
-    init_group("gloo")
+    join_group()
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Branches(), **options)
     plain = copy.deepcopy(model.module)
@@ -225,12 +238,12 @@ def unused(rank, world, options):
 
 
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
-def test_unused_parameters_need_no_flag(options):
-    run_ranks(2, unused, options)
+def test_unused_parameters_need_no_flag(ranks, options):
+    ranks(2, unused, options)
 
 
 def frozen(rank, world):
-    init_group("gloo")
+    join_group()
     net = torch.nn.Sequential(linear(4, 4), linear(4, 4))
     net[0].requires_grad_(False)
     model = paceline.DistributedDataParallel(net)
@@ -248,13 +261,13 @@ def frozen(rank, world):
         assert net[1][0].weight.grad is None
 
 
-def test_parameters_frozen_and_unfrozen_after_construction():
-    run_ranks(2, frozen)
+def test_parameters_frozen_and_unfrozen_after_construction(ranks):
+    ranks(2, frozen)
 
 
 def user_hooks(rank, world):
     """A hook of the caller's sees this rank's own gradient and may change it."""
-    init_group("gloo")
+    join_group()
     net = torch.nn.Linear(1, 1, bias=False)
     model = paceline.DistributedDataParallel(net)
     seen = []
@@ -279,13 +292,13 @@ def user_hooks(rank, world):
     assert net.weight.grad.item() == 10.0
 
 
-def test_user_hooks_retained_graphs_and_autograd_grad():
-    run_ranks(2, user_hooks)
+def test_user_hooks_retained_graphs_and_autograd_grad(ranks):
+    ranks(2, user_hooks)
 
 
 def kept_gradients(rank, world):
     """Code that collects gradients over several backwards without cloning them."""
-    init_group("gloo")
+    join_group()
     model = paceline.DistributedDataParallel(linear(4, 4))
     collected = []
     for part, _ in batches(rank, world):
@@ -295,12 +308,12 @@ def kept_gradients(rank, world):
     assert all(torch.equal(kept, copied) for step in collected for kept, copied in step)
 
 
-def test_gradients_a_caller_keeps_are_not_overwritten():
-    run_ranks(2, kept_gradients)
+def test_gradients_a_caller_keeps_are_not_overwritten(ranks):
+    ranks(2, kept_gradients)
 
 
 def amp(rank, world):
-    init_group("gloo")
+    join_group()
     model = paceline.DistributedDataParallel(linear(4, 8, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
@@ -320,8 +333,8 @@ def amp(rank, world):
     return model.module[0].weight.detach(), scaler.get_scale()
 
 
-def test_autocast_and_grad_scaler():
-    (a, scale_a), (b, scale_b) = run_ranks(2, amp)
+def test_autocast_and_grad_scaler(ranks):
+    (a, scale_a), (b, scale_b) = ranks(2, amp)
     assert torch.equal(a, b)
     assert bool(torch.isfinite(a).all())
     assert scale_a == scale_b == 2.0
@@ -329,7 +342,7 @@ def test_autocast_and_grad_scaler():
 
 def batchnorm(rank, world):
     """Buffers follow rank 0; two forwards before one backward work."""
-    init_group("gloo")
+    join_group()
     net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
     model = paceline.DistributedDataParallel(net)
     for part, _ in batches(rank, world):
@@ -340,14 +353,14 @@ def batchnorm(rank, world):
     return net[1].running_mean.clone()
 
 
-def test_buffers_follow_rank_zero():
-    a, b = run_ranks(2, batchnorm)
+def test_buffers_follow_rank_zero(ranks):
+    a, b = ranks(2, batchnorm)
     assert torch.equal(a, b)
 
 
 def sync_batchnorm(rank, world):
     """The statistics of the global batch, with other numbers of samples per rank."""
-    init_group("gloo")
+    join_group()
     torch.manual_seed(0)
     net = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4), torch.nn.Linear(5, 2)).double()
     plain = copy.deepcopy(net)
@@ -370,23 +383,23 @@ def sync_batchnorm(rank, world):
     assert torch.allclose(model(whole), plain(whole))
 
 
-def test_sync_batchnorm_on_cpu_is_exact():
-    run_ranks(2, sync_batchnorm)
+def test_sync_batchnorm_on_cpu_is_exact(ranks):
+    ranks(2, sync_batchnorm)
 
 
 def torch_sync_batchnorm(rank, world):
-    init_group("gloo")
+    join_group()
     net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
     with pytest.raises(paceline.ConfigError, match=r"paceline\.SyncBatchNorm"):
         paceline.DistributedDataParallel(net)
 
 
-def test_torchs_sync_batchnorm_on_cpu_is_refused_with_the_cure():
-    run_ranks(2, torch_sync_batchnorm)
+def test_torchs_sync_batchnorm_on_cpu_is_refused_with_the_cure(ranks):
+    ranks(2, torch_sync_batchnorm)
 
 
 def replicated(rank, world):
-    init_group("gloo")
+    join_group()
     same_as_plain(rank, world, lambda: linear(4, 4), wrap=paceline.replicate)
     net = linear(4, 4)
     paceline.replicate(net)
@@ -398,8 +411,8 @@ def replicated(rank, world):
     return mine, net[0].weight.grad
 
 
-def test_replicate_in_place():
-    (a, average_a), (b, average_b) = run_ranks(2, replicated)
+def test_replicate_in_place(ranks):
+    (a, average_a), (b, average_b) = ranks(2, replicated)
     assert not torch.equal(a, b)
     assert torch.equal(average_a, average_b)
 
@@ -407,7 +420,7 @@ def test_replicate_in_place():
 def low_precision(rank, world):
     from torch.nn.parallel.distributed import _MixedPrecision
 
-    init_group("gloo")
+    join_group()
     settings = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
     net = linear(4, 8, 2)
     twin = copy.deepcopy(net)
@@ -434,13 +447,13 @@ def low_precision(rank, world):
     return net[0].weight.detach()
 
 
-def test_mixed_precision_argument():
-    a, b = run_ranks(2, low_precision)
+def test_mixed_precision_argument(ranks):
+    a, b = ranks(2, low_precision)
     assert torch.equal(a, b)
 
 
 def delayed(rank, world):
-    init_group("gloo")
+    join_group()
     net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
     model = paceline.DistributedDataParallel(
         net, delay_all_reduce_named_params=[("1.weight", net[1].weight)], param_to_hook_all_reduce=net[0].weight
@@ -449,18 +462,18 @@ def delayed(rank, world):
     return net[0].weight.grad.clone(), net[1].weight.grad.clone()
 
 
-def test_delayed_parameters():
-    for a, b in zip(*run_ranks(2, delayed), strict=True):
+def test_delayed_parameters(ranks):
+    for a, b in zip(*ranks(2, delayed), strict=True):
         assert torch.equal(a, b)
 
 
 @pytest.mark.slow
-def test_torch_compile():
-    run_ranks(2, compiled, timeout=110)
+def test_torch_compile(ranks):
+    ranks(2, compiled, timeout=110)
 
 
 def compiled(rank, world):
-    init_group("gloo")
+    join_group()
     same_as_plain(
         rank,
         world,

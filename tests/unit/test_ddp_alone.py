@@ -39,7 +39,7 @@ def world_of_one(tmp_path):
 
 def test_tensors_are_found_in_anything():
     a, b = torch.ones(3), torch.ones(2, 4)
-    pair = collections.namedtuple("pair", "left right")  # noqa: PYI024 - a plain namedtuple is the case
+    pair = collections.namedtuple("pair", "left right")
     for thing in ([a, b], (a, [b]), {"x": a, "y": {"z": b}}, Holder([a, b]), pair(a, b), OwnOutput([a, b])):
         assert [id(t) for t in tensors_in(thing)] == [id(a), id(b)]
     assert tensors_in("text") == tensors_in(None) == tensors_in(3) == []

@@ -51,6 +51,9 @@ class Bucket:
     def prepare(self) -> None:
         """Take memory, if that has not happened yet."""
 
+    def vacate(self) -> None:
+        """Leave that memory."""
+
     def take(self, position: int) -> None:
         """Take one gradient in at once instead of with the others (large ones: while they are in the cache)."""
 
@@ -87,7 +90,7 @@ class DenseBucket(Bucket):
         index: int,
         members: Sequence[int],
         parameters: Sequence[torch.Tensor],
-        allocate: Callable[[int, torch.device], torch.Tensor],
+        allocate: Callable[[int, torch.device], torch.Tensor | None],
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(index, members, parameters)
@@ -112,14 +115,18 @@ class DenseBucket(Bucket):
         return self._flat
 
     def prepare(self) -> None:
-        if self._flat is None:
-            self._flat = self._allocate(self.nbytes, self.device).view(self.dtype)
-            self.views = [self._view(position) for position in range(self.size)]
+        if self._flat is None or _storage_references(self._flat) > self._references:
+            # The second case: a caller holds a slice of last step's gradients. Leave it that memory, take other.
+            self._move_to(self._allocate(self.nbytes, self.device))
+
+    def _move_to(self, memory: torch.Tensor | None) -> None:
+        if memory is None:
+            assert self._flat is not None
             self._references = _storage_references(self._flat)
-        elif _storage_references(self._flat) > self._references:
-            # A caller holds a slice of last step's gradients: leave it that memory and take other.
-            self._flat = None
-            self.prepare()
+            return
+        self._flat = memory.view(self.dtype)
+        self.views = [self._view(position) for position in range(self.size)]
+        self._references = _storage_references(self._flat)
 
     def take(self, position: int) -> None:
         parameter = self.parameters[position]
@@ -135,6 +142,13 @@ class DenseBucket(Bucket):
         view = self._vacant(position)
         view.copy_(gradient)
         parameter.grad = view
+
+    def vacate(self) -> None:
+        """The memory is about to be laid out anew: whoever has a gradient in it gets a copy."""
+        for position, parameter in enumerate(self.parameters if self.views else ()):
+            if parameter.grad is self.views[position]:
+                parameter.grad = self.views[position].clone()
+            self._vacant(position)
 
     def _vacant(self, position: int) -> torch.Tensor:
         """The place of a gradient that is about to be overwritten. If a caller kept last step's, it gets a copy."""

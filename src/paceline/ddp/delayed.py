@@ -23,7 +23,7 @@ class DelayedParameters:
         self._group = group
         self._buffer = torch.zeros(sum(one.numel() for one in parameters), device=parameters[0].device)
         broadcast(group, self._parameters, 0)
-        trigger.register_hook(self._average)  # type: ignore[no-untyped-call] # torch's
+        trigger.register_hook(self._average)
         pieces = torch.split(self._buffer, [one.numel() for one in parameters])
         self._views = [piece.view(one.shape) for piece, one in zip(pieces, parameters, strict=True)]
 

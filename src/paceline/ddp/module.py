@@ -26,11 +26,13 @@ from paceline.ddp.delayed import DelayedParameters
 from paceline.ddp.mixed_precision import LowPrecision
 from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.reducer import Managed, OwnGradients, Reducer
+from paceline.ddp.shared import SharedTransport
 from paceline.ddp.signals import Call, Signal
-from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.structure import first_batch_size, tensors_in
+from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.transport import GroupTransport, Transport
 from paceline.errors import ConfigError
+from paceline.groups import PacelineGroup
 
 __all__ = ["DistributedDataParallel"]
 
@@ -139,9 +141,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._lazy_init_ran = False
         self._buffer_futures: list[Any] = []
 
+        self._check_replicas(sync_now)
         self._build_transport()
-        if init_sync:
-            self._make_replicas_equal(sync_now)
         self._delayed = DelayedParameters.create(
             delayed, param_to_hook_all_reduce, self.process_group, everything=not self._managed_parameters()
         )
@@ -224,23 +225,30 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._world > 1:
             self._transport = self._new_transport()
 
-    def _new_transport(self) -> Transport:
-        transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
+    def _new_transport(self, *, shared: bool = True) -> Transport:
+        managed = self._managed_parameters()
+        transport: Transport
+        if shared and managed and SharedTransport.serves(self.process_group, managed):
+            assert isinstance(self.process_group, PacelineGroup)
+            transport = SharedTransport(self.process_group, managed)
+        else:
+            transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         transport.by_samples = self.average == "samples"
         transport.divide_by_world = self.average == "ranks"
         return transport
 
-    def _make_replicas_equal(self, with_buffers: bool) -> None:
+    def _check_replicas(self, with_buffers: bool) -> None:
         """Every rank has the same model; then every rank has rank 0's values."""
-        if self._transport is None:
+        if not self.init_sync or dist.get_world_size(self.process_group) == 1:
             return
+        transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         parameters = [
             (name, parameter)
             for name, parameter in self.module.named_parameters()
             if name not in self.parameters_to_ignore
         ]
         buffers = self._named_buffers()
-        check_same_model(self._transport, describe(parameters, buffers.items() if with_buffers else ()))
+        check_same_model(transport, describe(parameters, buffers.items() if with_buffers else ()))
         tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
         broadcast(self.process_group, tensors + (list(buffers.values()) if with_buffers else []), 0)
 
@@ -285,6 +293,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._transport is not None:
             managed = [(one.name, one.parameter) for one in self._managed_parameters()]
             check_same_model(self._transport, describe(managed, ()))
+            self._transport = self._new_transport(shared=hook is None)
         self._build_reducer()
         self.reducer.hook = hook
 
@@ -336,7 +345,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():
-            if self._frozen and any(one.requires_grad for one in self._frozen):
+            if any(one.requires_grad for one in (*self._frozen, *self.reducer.unhooked)):
                 self._follow_unfreezing()
             self._count = self._stated_count if self._stated_count is not None else first_batch_size(inputs, kwargs)
         if self._transport is not None:
@@ -398,7 +407,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
         for parameter in self._module_parameters:
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):  # type: ignore[no-untyped-call] # torch's
+            for handle in param_to_optim_hook_handle_map.get(parameter, []):
                 handle.remove()
         hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
         self.register_comm_hook(weakref.ref(self), hook)
@@ -573,8 +582,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._use_hook(None, builtin_hook(comm_hook_type, self.process_group))
 
     def _use_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        if self._transport is None:  # one rank: the hook must run all the same
-            self._transport = self._new_transport()
+        if not isinstance(self._transport, GroupTransport):  # one rank, or shared memory: the hook decides instead
+            self.reducer.remove_hooks()
+            self._transport = self._new_transport(shared=False)
             self._build_reducer()
         self.reducer.hook = CommHook(state, hook)
         if self._check_every is None and self._drift is not None:
@@ -718,7 +728,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call] # torch's
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = _default_group()
         self._delayed = None
         self._build_transport()

@@ -127,6 +127,7 @@ class Reducer:
         self.steps = 0
         self.replanned = False
         self.buckets: list[Bucket] = []
+        self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
         self.window = SampleWindow()
         self.globally_used: torch.Tensor | None = None
         self.unequal_counts_seen = False
@@ -169,7 +170,7 @@ class Reducer:
         assert self.transport is not None
         self.remove_hooks()
         self.transport.forget()
-        self.buckets = []
+        self.buckets, self.unhooked = [], []
         for index, members in enumerate(plan.buckets):
             parameters = [self.managed[i].parameter for i in members]
             if self.managed[members[0]].sparse:
@@ -184,9 +185,10 @@ class Reducer:
         for bucket in self.buckets:
             for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
                 if not parameter.requires_grad:
+                    self.unhooked.append(parameter)
                     continue  # frozen since: it counts as unused until the next plan
                 hook = self._gradient_hook(bucket, position, index, parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call] # torch's
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
@@ -241,6 +243,8 @@ class Reducer:
         if self._new_plan is None or self._mode is not _Mode.IDLE:
             return False
         plan, self._new_plan = self._new_plan, None
+        for bucket in self.buckets:
+            bucket.vacate()
         self._build(plan)
         self.replanned = True
         return True
@@ -258,7 +262,7 @@ class Reducer:
         for tensor in tensors:
             if tensor.requires_grad:
                 self._passes.add(one)
-                tensor.register_hook(reached)  # type: ignore[no-untyped-call] # torch's
+                tensor.register_hook(reached)
 
     @property
     def accumulating(self) -> bool:
@@ -321,7 +325,7 @@ class Reducer:
 
         for one in self.managed:
             if one.parameter.requires_grad:
-                self._scaling.append(one.parameter.register_hook(scaled))  # type: ignore[no-untyped-call] # torch's
+                self._scaling.append(one.parameter.register_hook(scaled))
 
     @property
     def _by_samples(self) -> bool:
@@ -346,7 +350,8 @@ class Reducer:
                 self._hold = True
                 bucket.state = State.FILLING
                 return
-            while self._next < len(self.buckets) and self.buckets[self._next].state is State.READY:
+            # The last bucket waits for the end of backward: with it goes this rank's last word on the step.
+            while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is State.READY:
                 self._send(self.buckets[self._next])
 
     def _arrived_too_late(self, bucket: Bucket) -> None:
@@ -372,8 +377,16 @@ class Reducer:
         failed = self._trouble is not None
         contribution = self.window.contribution()
         self.transport.begin(Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused()))
-        self._check(self.transport.began())
-        self._raise_trouble(failed)
+        if self.transport.asks_first:
+            self._check(self.transport.began())
+            self._raise_trouble(failed)
+
+    def _close(self) -> None:
+        """With one bucket everything was known at its beginning; with several, this is the last word."""
+        assert self.transport is not None
+        if len(self.buckets) > 1:
+            failed = self._trouble is not None
+            self.transport.close(Signal(Call.CLOSE, failed=failed, unused=self._has_unused()))
 
     def _raise_trouble(self, told: bool) -> None:
         """All ranks know of this rank's failure now; it raises last."""
@@ -399,6 +412,8 @@ class Reducer:
             if self._check_finite and not bucket.is_finite():
                 self._name_non_finite(bucket)
             self._begin()
+            if bucket.index == len(self.buckets) - 1:
+                self._close()
             bucket.state = State.IN_FLIGHT
             self._next = bucket.index + 1
             if self._skip_unused and not used:
@@ -460,10 +475,9 @@ class Reducer:
         assert self.transport is not None
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
-        unused = self._has_unused()
-        self._finish(Signal(Call.CLOSE, failed=self._trouble is not None, unused=unused))
+        self._finish()
 
-    def _finish(self, closing: Signal) -> None:
+    def _finish(self) -> None:
         """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks without data."""
         assert self.transport is not None
         if self.hook is not None:
@@ -471,10 +485,11 @@ class Reducer:
         for future in self.pending_futures:
             future.wait()
         self.pending_futures.clear()
-        # With a single bucket everything was known when it was sent: the signal of its beginning was the last one.
-        signals = self.transport.finish(closing if len(self.buckets) > 1 else None)
+        if not self.transport.asks_first:
+            self._check(self.transport.began())
+        signals = self.transport.finish()
         self._check(signals)
-        self._raise_trouble(closing.failed)
+        self._raise_trouble(self._trouble is not None)
         used = self._agree_on_used(any(signal.unused for signal in signals))
         for action in self.before_scatter:
             action()
@@ -551,16 +566,22 @@ class Reducer:
         return signals
 
     def _answer_backward(self) -> None:
-        self._mode, self._begun = _Mode.SYNCING, True
+        self._mode, self._begun, self._next, self._trouble = _Mode.SYNCING, True, 0, None
         try:
             with torch.no_grad():
-                for bucket in self.buckets:
-                    bucket.prepare()
-                    bucket.gather((), contribute=False)
-                    self._launch(bucket)
-                self._finish(Signal(Call.CLOSE, unused=True))
+                self._send_nothing()
+                self._finish()
         finally:
             self._go_idle()
+
+    def _send_nothing(self) -> None:
+        """Take part in the buckets that are not under way yet, bringing zeros."""
+        for bucket in self.buckets[self._next :]:
+            bucket.gather((), contribute=False)
+            self._next = bucket.index + 1
+            if self._next == len(self.buckets):
+                self._close()
+            self._launch(bucket)
 
     # ------------------------------------------------------------------------------------------ failures
 
@@ -573,6 +594,8 @@ class Reducer:
 
     def _raise_failure(self, signals: Sequence[Signal]) -> None:
         assert self.transport is not None
+        if any(signal.call is Call.BACKWARD for signal in signals):
+            self.transport.settle(self.buckets[self._next :])
         texts = self.transport.texts(self._trouble or "")
         failed = [rank for rank, signal in enumerate(signals) if signal.failed]
         self.abandon_step()
@@ -591,21 +614,17 @@ class Reducer:
         if self.transport is None or isinstance(error, PacelineError):
             self.abandon_step()
             return
-        text = "".join(traceback.format_exception(error)) if error is not None else f"{where} raised an error\n"
-        begun, position = self._begun, self._next
-        self._trouble = text
+        self._trouble = "".join(traceback.format_exception(error)) if error is not None else f"{where} raised\n"
         self.failures += 1
-        if not begun:
+        if not self._begun:
+            self._next = 0
             signals = self.transport.exchange(Signal(Call.ANSWER, failed=True))
         else:
             with torch.no_grad():
-                for bucket in self.buckets[position:]:
-                    bucket.gather((), contribute=False)
-                    self._launch(bucket)
+                self._send_nothing()
             if self.hook is not None:
                 self.hook.finish()
-            signals = self.transport.finish(Signal(Call.CLOSE, failed=True))
-        self._trouble = text
+            signals = self.transport.finish()
         self._raise_failure(signals)
 
     def backward_failed(self, completion: _EndOfBackward) -> None:

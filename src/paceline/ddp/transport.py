@@ -32,15 +32,16 @@ class Transport(abc.ABC):
         self.by_samples = True
         self.divide_by_world = False  # torch's rule for ranks without data, see samples.weight_of
 
-    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
-        """Memory for a bucket, as bytes."""
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory for a bucket, as bytes; None if there is no more than it has already."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def forget(self) -> None:  # noqa: B027 - most transports keep nothing
         """The buckets so far are replaced by others."""
 
-    @abc.abstractmethod
-    def exchange(self, signal: Signal) -> list[Signal]: ...
+    def exchange(self, signal: Signal) -> list[Signal]:
+        self.begin(signal)
+        return self.began()
 
     @abc.abstractmethod
     def begin(self, signal: Signal) -> None: ...
@@ -53,7 +54,16 @@ class Transport(abc.ABC):
     def launch(self, bucket: Bucket) -> None: ...
 
     @abc.abstractmethod
-    def finish(self, signal: Signal | None) -> list[Signal]: ...
+    def close(self, signal: Signal) -> None: ...
+
+    @abc.abstractmethod
+    def finish(self) -> list[Signal]: ...
+
+    # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent nothing.
+    asks_first = True
+
+    def settle(self, unsent: Sequence[Bucket]) -> None:  # noqa: B027 - see asks_first
+        """The step failed at its beginning: bring whatever was launched to an end on all ranks."""
 
     @abc.abstractmethod
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -93,12 +103,8 @@ class GroupTransport(Transport):
         self._begin_work: Any = None
         self._began: list[Signal] = []
         self._weight: float | None = None
+        self._closing: tuple[torch.Tensor, Any] | None = None
         self._in_flight: list[tuple[Any, Bucket]] = []
-
-    def exchange(self, signal: Signal) -> list[Signal]:
-        table, work = self._send(signal)
-        work.wait()
-        return _read(table)
 
     def begin(self, signal: Signal) -> None:
         self._weight = None
@@ -119,16 +125,19 @@ class GroupTransport(Transport):
         work = bucket.all_reduce(self.group)
         self._in_flight.append((work, bucket))
 
-    def finish(self, signal: Signal | None) -> list[Signal]:
-        closing = self._send(signal) if signal is not None else None
+    def close(self, signal: Signal) -> None:
+        self._closing = self._send(signal)
+
+    def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
-        for bucket_work, bucket in in_flight:
-            bucket_work.wait()
+        for work, bucket in in_flight:
+            work.wait()
             bucket.received()
+        closing, self._closing = self._closing, None
         if closing is None:
             return self.began()
-        table, work = closing
-        work.wait()
+        table, closing_work = closing
+        closing_work.wait()
         return _read(table)
 
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
