@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 import threading
 import traceback
 import weakref
@@ -35,6 +36,9 @@ __all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
 
 # From here on a gradient goes into its bucket at once: it is still in the cache, and its own memory is freed early.
 _TAKE_AT_ONCE_BYTES = 256 * 1024
+
+
+_completions = itertools.count(1)
 
 
 class _Mode(enum.Enum):
@@ -80,22 +84,23 @@ class ForwardPass:
 class _EndOfBackward:
     """Queued in the autograd engine. If backward raises, the engine drops it uncalled: that is how we learn of it."""
 
-    __slots__ = ("_called", "_reducer")
+    __slots__ = ("_called", "_number", "_reducer")
 
-    def __init__(self, reducer: Reducer) -> None:
+    def __init__(self, reducer: Reducer, number: int) -> None:
         self._reducer = weakref.ref(reducer)
+        self._number = number
         self._called = False
 
     def __call__(self) -> None:
         self._called = True
         reducer = self._reducer()
         if reducer is not None:
-            reducer.end_of_backward(self)
+            reducer.end_of_backward(self._number)
 
     def __del__(self) -> None:
         reducer = None if self._called else self._reducer()
         if reducer is not None:
-            reducer.backward_failed(self)
+            reducer.backward_failed(self._number)
 
 
 class Reducer:
@@ -142,7 +147,7 @@ class Reducer:
         self._hold = False
         self._next = 0
         self._begun = False
-        self._completion: _EndOfBackward | None = None
+        self._completion: int | None = None
         self._arrived: list[int] = []
         self._used_since_exchange: set[int] = set()
         self._silent: set[int] = set()  # reached by backward, but without a gradient
@@ -294,8 +299,9 @@ class Reducer:
         self._hold = self._hold_always or self.steps == 0 or len(self.buckets) == 1 or bool(others)
         one.spent = True
         self._count = one.count
-        self._completion = _EndOfBackward(self)
-        Variable._execution_engine.queue_callback(self._completion)
+        # Only the engine keeps the callback; we know it by its number.
+        self._completion = next(_completions)
+        Variable._execution_engine.queue_callback(_EndOfBackward(self, self._completion))
         count = one.count + sum(other.count for other in others)
         if self.window.open or (count == 0 and self._mode is _Mode.MUTED):
             self._scale_by(self._preview(count))
@@ -379,7 +385,6 @@ class Reducer:
         self.transport.begin(Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused()))
         if self.transport.asks_first:
             self._check(self.transport.began())
-            self._raise_trouble(failed)
 
     def _close(self) -> None:
         """With one bucket everything was known at its beginning; with several, this is the last word."""
@@ -387,13 +392,6 @@ class Reducer:
         if len(self.buckets) > 1:
             failed = self._trouble is not None
             self.transport.close(Signal(Call.CLOSE, failed=failed, unused=self._has_unused()))
-
-    def _raise_trouble(self, told: bool) -> None:
-        """All ranks know of this rank's failure now; it raises last."""
-        if told:
-            assert self.transport is not None
-            assert self._trouble is not None
-            raise StepError(self._trouble, rank=self.transport.rank, traceback=self._trouble)
 
     def _has_unused(self) -> bool:
         return len(self._used()) < len(self.managed)
@@ -442,9 +440,9 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------------ end of backward
 
-    def end_of_backward(self, completion: _EndOfBackward) -> None:
+    def end_of_backward(self, completion: int) -> None:
         """The outermost backward is through."""
-        if completion is not self._completion:
+        if completion != self._completion:
             return
         self._remove_scaling()
         try:
@@ -489,7 +487,6 @@ class Reducer:
             self._check(self.transport.began())
         signals = self.transport.finish()
         self._check(signals)
-        self._raise_trouble(self._trouble is not None)
         used = self._agree_on_used(any(signal.unused for signal in signals))
         for action in self.before_scatter:
             action()
@@ -594,27 +591,38 @@ class Reducer:
 
     def _raise_failure(self, signals: Sequence[Signal]) -> None:
         assert self.transport is not None
-        if any(signal.call is Call.BACKWARD for signal in signals):
-            self.transport.settle(self.buckets[self._next :])
-        texts = self.transport.texts(self._trouble or "")
-        failed = [rank for rank, signal in enumerate(signals) if signal.failed]
-        self.abandon_step()
-        if self.transport.rank in failed:
-            return
-        told = "\n".join(f"rank {rank}:\n{texts[rank].rstrip()}" for rank in failed)
+        failed, texts = self._share_failure(signals)
+        rank = self.transport.rank
+        if rank in failed:
+            raise StepError(texts[rank], rank=rank, traceback=texts[rank])
+        told = "\n".join(f"rank {one}:\n{texts[one].rstrip()}" for one in failed)
         raise StepError(
-            f"rank {failed[0]} failed in this step, so no rank applies it (this is rank {self.transport.rank}). "
-            f"Its error:\n{told}",
+            f"rank {failed[0]} failed in this step, so no rank applies it (this is rank {rank}). Its error:\n{told}",
             rank=failed[0],
             traceback=texts[failed[0]],
         )
+
+    def _share_failure(self, signals: Sequence[Signal]) -> tuple[list[int], list[str]]:
+        """End the step on all ranks and exchange what went wrong: who failed, and every rank's text."""
+        assert self.transport is not None
+        at_beginning = any(signal.call is Call.BACKWARD for signal in signals)
+        if at_beginning and not self.transport.asks_first:
+            # Peers did not wait for our signal and have buckets under way: bring them to their end.
+            with torch.no_grad():
+                self._send_nothing()
+            self.transport.finish()
+        texts = self.transport.texts(self._trouble or "")
+        self.abandon_step()
+        return [rank for rank, signal in enumerate(signals) if signal.failed], texts
 
     def fail(self, error: BaseException | None, where: str) -> None:
         """This rank cannot finish its step: take part in what is left of it, bringing nothing, and say why."""
         if self.transport is None or isinstance(error, PacelineError):
             self.abandon_step()
             return
-        self._trouble = "".join(traceback.format_exception(error)) if error is not None else f"{where} raised\n"
+        callers = traceback.format_stack()[:-2]
+        ending = traceback.format_exception(error) if error is not None else [f"{where} raised an error\n"]
+        self._trouble = "".join(callers + ending)
         self.failures += 1
         if not self._begun:
             self._next = 0
@@ -625,18 +633,17 @@ class Reducer:
             if self.hook is not None:
                 self.hook.finish()
             signals = self.transport.finish()
-        self._raise_failure(signals)
+        self._share_failure(signals)
 
-    def backward_failed(self, completion: _EndOfBackward) -> None:
+    def backward_failed(self, completion: int) -> None:
         """Backward raised: the engine dropped our callback."""
-        if completion is not self._completion:
+        if completion != self._completion:
             return
         self._remove_scaling()
         if self.defer_failure:
             return
         if self._mode is _Mode.SYNCING:
-            frames = "".join(traceback.format_stack()[:-2])
-            self.fail(None, f"{frames}backward")
+            self.fail(None, "backward")
         else:
             self.abandon_step()
 

@@ -105,13 +105,6 @@ class SharedTransport(Transport):
             self._arena.finish(number)
         return self.began() if self._last == self._note else self._read(self._last)
 
-    def settle(self, unsent: Sequence[Bucket]) -> None:
-        for bucket in unsent:
-            self.launch(bucket)
-        for number in self._in_flight:
-            self._arena.finish(number)
-        self._in_flight.clear()
-
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
         result = numbers.clone()
         self.group.allreduce([result]).wait()

@@ -62,9 +62,6 @@ class Transport(abc.ABC):
     # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent nothing.
     asks_first = True
 
-    def settle(self, unsent: Sequence[Bucket]) -> None:  # noqa: B027 - see asks_first
-        """The step failed at its beginning: bring whatever was launched to an end on all ranks."""
-
     @abc.abstractmethod
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a small tensor in host memory."""
