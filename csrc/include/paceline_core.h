@@ -136,6 +136,8 @@ PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config,
  * a rank, -1 where liveness cannot be watched; owned by the caller, kept open while the communicator lives. */
 PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
                           const plc_config *config, const int *pidfds, plc_comm **out);
+/* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
+PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
 PLC_API void plc_comm_leave(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);

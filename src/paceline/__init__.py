@@ -25,10 +25,16 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
+    "DataLoader": "paceline.data",
+    "DistributedSampler": "paceline.data",
+    "Evaluation": "paceline.data",
+    "GlobalBatchSampler": "paceline.data",
+    "ShardedIterable": "paceline.data",
     "DistributedDataParallel": "paceline.ddp",
     "SyncBatchNorm": "paceline.ddp",
     "replicate": "paceline.ddp",
@@ -51,6 +57,11 @@ __all__ = [
     "SyncBatchNorm",
     "replicate",
     "replica_of",
+    "DataLoader",
+    "DistributedSampler",
+    "Evaluation",
+    "GlobalBatchSampler",
+    "ShardedIterable",
 ]
 
 
