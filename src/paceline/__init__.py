@@ -21,6 +21,7 @@ from paceline.errors import (
     NativeError,
     PacelineError,
     PeerLost,
+    StepError,
 )
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     )
     from paceline.launch.save_request import SaveRequest, save_requested
     from paceline.launch.spawn import spawn
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
@@ -58,6 +60,10 @@ _LAZY: dict[str, str] = {
     "spawn": "paceline.launch.spawn",
     "save": "paceline.checkpoint",
     "load": "paceline.checkpoint",
+    "DistributedDataParallel": "paceline.ddp",
+    "SyncBatchNorm": "paceline.ddp",
+    "replicate": "paceline.ddp",
+    "replica_of": "paceline.ddp",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"ray"}
@@ -71,8 +77,13 @@ __all__ = [
     "CollectiveTimeout",
     "PeerLost",
     "GroupAborted",
+    "StepError",
     "LaunchError",
     "NativeError",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "replicate",
+    "replica_of",
     "DataLoader",
     "DistributedSampler",
     "Evaluation",
