@@ -536,6 +536,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def broadcast_buffers(self, value: bool) -> None:
         self.forward_sync_buffers = value
 
+    @property
+    def last_sync_seconds(self) -> float:
+        """How long the last backward went on synchronising after its own work was done; hidden parts do not count."""
+        return self.reducer.last_sync_seconds
+
     def will_sync_module_buffers(self) -> bool:
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
 

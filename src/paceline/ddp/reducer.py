@@ -16,6 +16,7 @@ import enum
 import functools
 import itertools
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
@@ -130,6 +131,7 @@ class Reducer:
         self.failures = 0  # steps this rank has reported as failed
         self.defer_failure = False  # someone who has the traceback will report a failed backward
         self.steps = 0
+        self.last_sync_seconds = 0.0  # what the last backward spent on synchronising after its own work was done
         self.replanned = False
         self.buckets: list[Bucket] = []
         self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
@@ -454,8 +456,10 @@ class Reducer:
             elif self.transport is None:
                 self._weigh_alone()
             else:
+                start = time.perf_counter()
                 with torch.no_grad():
                     self._complete()
+                self.last_sync_seconds = time.perf_counter() - start
         finally:
             self._go_idle()
 
