@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
+    from paceline.observe.session import trace
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
     from paceline.launch.group import (
         destroy_process_group,
@@ -64,6 +65,7 @@ _LAZY: dict[str, str] = {
     "SyncBatchNorm": "paceline.ddp",
     "replicate": "paceline.ddp",
     "replica_of": "paceline.ddp",
+    "trace": "paceline.observe.session",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"ray"}
@@ -101,6 +103,7 @@ __all__ = [
     "save_requested",
     "save",
     "load",
+    "trace",
     "ray",
 ]
 

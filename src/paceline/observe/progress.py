@@ -9,6 +9,8 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from paceline.observe.recorder import recorder
+
 if TYPE_CHECKING:
     from rich.progress import Progress as _Bar
 
@@ -49,6 +51,7 @@ class Progress:
     def step(self, loss: float, samples: int, sync_s: float) -> None:
         """One step is done: its loss, the samples of all ranks, and the seconds this rank waited for others."""
         self._done += 1
+        recorder.scalars(loss, samples)
         self._samples += samples
         self._sync_s += sync_s
         if not self._enabled:
