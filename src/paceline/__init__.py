@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
-    from paceline.observe.session import trace
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
     from paceline.launch.group import (
         destroy_process_group,
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     )
     from paceline.launch.save_request import SaveRequest, save_requested
     from paceline.launch.spawn import spawn
+    from paceline.observe.session import trace
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {

@@ -18,7 +18,6 @@ from paceline.launch.processes import adopt_orphans
 from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
-from paceline.observe.report import write_report
 from paceline.observe.session import RUN_ID, TRACE
 from paceline.observe.watch import STALL_AFTER, stall_after_s
 
@@ -106,6 +105,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
     """Also after a failure: then it shows what led there."""
+    from paceline.observe.report import write_report
+
     try:
         screen.say(f"timeline: {write_report(directory)}")
     except ConfigError as error:

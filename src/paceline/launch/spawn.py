@@ -15,6 +15,7 @@ from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
 from paceline.observe import session
+from paceline.observe.status import script_name
 from paceline.observe.watch import STALL_AFTER, stall_after_s
 
 __all__ = ["spawn"]
@@ -54,7 +55,12 @@ def spawn(
         launcher="paceline.spawn",
         path=tuple(sys.path),
         preload=tuple(preload),
-        environ={session.RUN_ID: uuid.uuid4().hex, **(env or {}), "PACELINE_SPAWNED": "1"},
+        environ={
+            session.RUN_ID: uuid.uuid4().hex,
+            "PACELINE_SCRIPT": script_name(),
+            **(env or {}),
+            "PACELINE_SPAWNED": "1",
+        },
         grace_s=5.0,
         stall_after_s=stall_after_s((env or {}).get(STALL_AFTER) or os.environ.get(STALL_AFTER)),
     )

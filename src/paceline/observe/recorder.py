@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 import threading
 import time
 import zlib
 from collections.abc import Iterator, Sequence
 
 from paceline.observe import stacks
-from paceline.observe.status import NO_BUCKET, PHASES, PageMemory, Phase, Place, Word
+from paceline.observe.status import NO_BUCKET, PHASES, PageMemory, Phase, Place, Word, script_name
 from paceline.observe.trace import Kind, TraceWriter
 
 __all__ = ["Recorder", "group_number", "recorder"]
@@ -41,6 +40,7 @@ class Recorder:
     def __init__(self) -> None:
         self.page = PageMemory()
         self.trace: TraceWriter | None = None
+        self.job = ""
         self._phase = int(Phase.STARTING)
         self._since = _clock()
         self._spent = [0] * len(PHASES)
@@ -178,13 +178,13 @@ class Recorder:
         """Whether others can see the page."""
         return self.page.descriptor >= 0
 
-    def open_page(self, *, job: str, rank: int, world: int, script: str | None = None) -> None:
+    def open_page(self, *, job: str, rank: int, world: int) -> None:
         """Let others of this user see what this process does, and ask for its stacks."""
         if not self.shared:
             self.page.share()
             self.page.words[Word.STACKS_FD] = stacks.register()
-        name = sys.argv[0] if script is None and sys.argv else script or ""
-        self.page.identify(job=job, script=os.path.basename(name), rank=rank, world=world)
+        self.job = job
+        self.page.identify(job=job, script=script_name(), rank=rank, world=world)
 
     def close_page(self) -> None:
         """Nobody sees it any more. Notes go on in private."""

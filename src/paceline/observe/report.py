@@ -56,6 +56,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
         "waited": [[charges.waited_by_ns.get((a, b), 0) for b in timeline.ranks] for a in timeline.ranks],
         "charges": _charges(charges),
         "buckets": _buckets(timeline),
+        "communication": timeline.communication(),
         "names": {
             reducer: [one["names"] for one in planned]
             for reducer, planned in timeline.traces[0].names.get("buckets", {}).items()
@@ -154,7 +155,7 @@ def _charges(charges: Charges) -> list[dict[str, Any]]:
         for (rank, phase), ns in charges.waited_ns.items()
         if charges.share(rank, phase) >= 0.005
     ]
-    return sorted(rows, key=lambda row: -row["ns"])[:12]
+    return sorted(rows, key=lambda row: -row["ns"])[:8]
 
 
 def _buckets(timeline: Timeline) -> list[dict[str, Any]]:

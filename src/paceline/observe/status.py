@@ -13,6 +13,7 @@ import enum
 import mmap
 import os
 import struct
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ __all__ = [
     "Word",
     "find_pages",
     "read_page",
+    "script_name",
 ]
 
 _MEMFD_NAME = "paceline-status"
@@ -273,6 +275,13 @@ class PageMemory:
         for offset, spent in enumerate(spent_ns, start=at + 4):
             words[offset] = spent
         words[Word.MEETINGS] = count + 1
+
+
+def script_name() -> str:
+    """What runs in this process, in a word."""
+    name = os.path.basename(sys.argv[0]) if sys.argv else ""
+    # The ranks of paceline.spawn have no script: theirs is the one that spawned them.
+    return name if name not in ("", "-c") else os.environ.get("PACELINE_SCRIPT", "python")
 
 
 # ---------------------------------------------------------------------------------------------- reading

@@ -55,9 +55,11 @@ class Timeline:
         one_clock = len({trace.boot for trace in traces}) == 1
         # Ranks of several hosts have only the wall clock in common.
         self._offsets = {trace.rank: 0 if one_clock else trace.wall_offset_ns for trace in traces}
-        starts = [span.start_ns + self._offsets[t.rank] for t in traces for span in t.spans]
+        # How long imports took says nothing about the run.
+        kept = {trace.rank: [span for span in trace.spans if span.kind != Phase.STARTING] for trace in traces}
+        starts = [span.start_ns + self._offsets[rank] for rank, spans in kept.items() for span in spans]
         self.origin_ns = min(starts, default=0)
-        self.spans = {trace.rank: [self._moved(span, trace.rank) for span in trace.spans] for trace in traces}
+        self.spans = {rank: [self._moved(span, rank) for span in spans] for rank, spans in kept.items()}
         ends = [span.end_ns for spans in self.spans.values() for span in spans if span.kind != Kind.SCALARS]
         self.duration_ns = max(ends, default=0)
         self.dropped = {trace.rank: trace.dropped for trace in traces}

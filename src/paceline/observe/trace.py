@@ -15,13 +15,12 @@ import os
 import pathlib
 import socket
 import struct
-import sys
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from paceline.errors import ConfigError
-from paceline.observe.status import Phase
+from paceline.observe.status import Phase, script_name
 
 __all__ = ["CAPACITY", "Kind", "RankTrace", "Span", "TraceWriter", "read_traces"]
 
@@ -71,13 +70,13 @@ class TraceWriter:
         self._words = self._memory.cast("q")
         self._capacity = capacity
         self._count = 0
-        self._names: dict[str, Any] = {"host": socket.gethostname(), "groups": {}, "buckets": {}}
+        self._names: dict[str, Any] = {"host": socket.gethostname(), "buckets": {}}
         offset = time.time_ns() - time.monotonic_ns()
         started = time.monotonic_ns()
         _HEADER.pack_into(
             self._map, 0, _MAGIC, rank, world, os.getpid(), capacity, 0, offset, started, 0, _boot_number()
         )
-        self.name(rank=rank, world=world, script=os.path.basename(sys.argv[0]) if sys.argv else "")
+        self.name(rank=rank, world=world, script=script_name())
 
     def add(self, kind: int, start_ns: int, end_ns: int, step: int, detail: int = -1, extra: int = -1) -> None:
         count = self._count

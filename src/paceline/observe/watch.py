@@ -23,7 +23,7 @@ _DEFAULT_STALL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.5
 _MOST_STACKS = 8  # a page shall stay one page
 
-Look = Callable[[], list[RankView]]
+_Look = Callable[[], list[RankView]]
 
 
 def stall_after_s(text: str | None) -> float:
@@ -69,7 +69,7 @@ def look_at_processes(
 class StallWatch:
     """A thread that looks at the ranks twice a second. Says each stall once, and when it is over."""
 
-    def __init__(self, look_now: Look, say: Callable[[str], None], limit_s: float) -> None:
+    def __init__(self, look_now: _Look, say: Callable[[str], None], limit_s: float) -> None:
         self._look = look_now
         self._say = say
         self._limit_ns = int(limit_s * 1e9)
