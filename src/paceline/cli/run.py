@@ -19,6 +19,7 @@ from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
 from paceline.observe.session import RUN_ID, TRACE
+from paceline.observe.status import SCRIPT
 from paceline.observe.watch import STALL_AFTER, stall_after_s
 
 __all__ = ["add_arguments", "run"]
@@ -148,7 +149,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         meeting=_meeting(options),
         start_method=options.start_method,
         preload=tuple(name for name in options.preload.split(",") if name),
-        environ={RUN_ID: uuid.uuid4().hex, **_trace_directory(options)},
+        environ={RUN_ID: uuid.uuid4().hex, SCRIPT: os.path.basename(target), **_trace_directory(options)},
         stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
         grace_s=options.grace,
         owns_process=True,

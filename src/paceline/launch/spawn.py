@@ -15,7 +15,7 @@ from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
 from paceline.observe import session
-from paceline.observe.status import script_name
+from paceline.observe.status import SCRIPT, script_name
 from paceline.observe.watch import STALL_AFTER, stall_after_s
 
 __all__ = ["spawn"]
@@ -57,7 +57,7 @@ def spawn(
         preload=tuple(preload),
         environ={
             session.RUN_ID: uuid.uuid4().hex,
-            "PACELINE_SCRIPT": script_name(),
+            SCRIPT: script_name(),
             **(env or {}),
             "PACELINE_SPAWNED": "1",
         },

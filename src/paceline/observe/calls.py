@@ -90,6 +90,7 @@ class CallNotes:
         self._under_way: weakref.WeakKeyDictionary[Any, tuple[Place, int]] = weakref.WeakKeyDictionary()
         self._replaced: list[tuple[type, str, Any]] = []
         self._thread = recorder.thread
+        self._done: type = type(None)  # our own work that is over when the call returns
 
     def install(self) -> None:
         """Begin to note. Also covers groups that exist already."""
@@ -97,7 +98,9 @@ class CallNotes:
         from torch._C._distributed_c10d import Work
 
         from paceline.groups.process_group import PacelineGroup
-        from paceline.groups.work import PendingWork
+        from paceline.groups.work import DoneWork, PendingWork
+
+        self._done = DoneWork
 
         for kind in (dist.ProcessGroup, PacelineGroup):
             for method in _METHODS:
@@ -134,7 +137,8 @@ class CallNotes:
             met = True
             try:
                 work = original(group, *args, **kwargs)
-                if work is not None and not work.is_completed():
+                # What is waited for afterwards meets there, however soon it was done: the same on every rank.
+                if work is not None and not isinstance(work, self._done):
                     self._under_way[work] = (place, number)
                     met = False
                 return work

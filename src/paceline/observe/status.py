@@ -21,6 +21,7 @@ from collections.abc import Iterator
 __all__ = [
     "NO_BUCKET",
     "PHASES",
+    "SCRIPT",
     "Call",
     "Meeting",
     "PageMemory",
@@ -43,6 +44,7 @@ _MEETINGS_AT, _MEETINGS = 4096, 96
 _MEETING_WORDS = 16
 _READ_ATTEMPTS = 200
 NO_BUCKET = -1
+SCRIPT = "PACELINE_SCRIPT"
 
 
 class Phase(enum.IntEnum):
@@ -278,10 +280,9 @@ class PageMemory:
 
 
 def script_name() -> str:
-    """What runs in this process, in a word."""
-    name = os.path.basename(sys.argv[0]) if sys.argv else ""
-    # The ranks of paceline.spawn have no script: theirs is the one that spawned them.
-    return name if name not in ("", "-c") else os.environ.get("PACELINE_SCRIPT", "python")
+    """What runs in this process, in a word. A launcher knows it before the rank does."""
+    name = os.environ.get(SCRIPT) or (os.path.basename(sys.argv[0]) if sys.argv else "")
+    return name if name not in ("", "-c") else "python"
 
 
 # ---------------------------------------------------------------------------------------------- reading
@@ -309,16 +310,17 @@ def find_pages(job: str | None = None) -> list[StatusPage]:
 
 def _own_processes() -> Iterator[int]:
     user = os.geteuid()
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                if entry.stat().st_uid == user:
-                    yield int(entry.name)
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    if entry.stat().st_uid == user:
+                        yield int(entry.name)
 
 
 def _descriptor_of(pid: int) -> int | None:
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(f"/proc/{pid}/fd"):
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{_MEMFD_NAME}"):
                     return os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)

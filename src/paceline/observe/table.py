@@ -54,7 +54,7 @@ def stall_page(
     now = time.monotonic_ns() if now_ns is None else now_ns
     page = next((view.page for view in views if view.page is not None), None)
     job = f" ({page.script}, job {page.job[:8]})" if page is not None else ""
-    parts = [f"no progress for {verdict.waited_ns / 1e9:.0f} s{job}", table(views, now, verdict.blamed)]
+    parts = [f"no progress for {verdict.waited_ns / 1e9:.1f} s{job}", table(views, now, verdict.blamed)]
     for view in views:
         if view.rank in verdict.stacks_of:
             parts.append(_stack_of(view, stacks.get(view.rank)))

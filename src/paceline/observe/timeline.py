@@ -186,11 +186,11 @@ class Timeline:
         spent = [self.phase_ns(rank) for rank in self.ranks]
         whole = sum(sum(one.values()) for one in spent) or 1
         share = {phase: sum(one[phase] for one in spent) / whole for phase in _STEP_PHASES}
-        largest = max(share, key=lambda phase: share[phase])
+        largest = max((phase for phase in share if phase is not Phase.SYNCHRONISE), key=lambda phase: share[phase])
         parts = [
             f"{len(self.ranks)} ranks made {self.steps} synchronised steps in {self.duration_ns / 1e9:.1f} s. "
-            f"{share[largest]:.0%} of the ranks' time went into {largest.words}, "
-            f"{share[Phase.SYNCHRONISE]:.0%} into waiting for one another."
+            f"{share[Phase.SYNCHRONISE]:.0%} of the ranks' time went into waiting for one another, "
+            f"{share[largest]:.0%} into {largest.words}."
         ]
         straggler = self.straggler()
         if straggler is not None:
