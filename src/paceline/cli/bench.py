@@ -13,6 +13,7 @@ _BENCHMARKS: dict[str, tuple[str, str]] = {
     "collectives": ("paceline.cli.benchmarks.collectives", "all-reduce of every size against Gloo and Open MPI"),
     "launch": ("paceline.cli.benchmarks.launch", "from the command to the first training step, beside torchrun"),
     "ddp": ("paceline.cli.benchmarks.ddp", "training steps of six models against torch's DistributedDataParallel"),
+    "observe": ("paceline.cli.benchmarks.observe", "what the status page and the timeline cost a step"),
     "sampler": ("paceline.cli.benchmarks.sampler", "shuffled indices for one rank: time, memory, throughput"),
 }
 
