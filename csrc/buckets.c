@@ -28,6 +28,7 @@ typedef struct {
 struct plc_arena {
     plc_comm *comm;
     void *mapping;
+    bool owns_mapping;
     uint64_t mapped_bytes, bytes_per_rank;
     uint32_t buckets;
     bucket *table;
@@ -39,25 +40,26 @@ uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t bucke
     return controls_bytes(buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
 
-int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
+int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
     plc_arena *arena = calloc(1, sizeof *arena);
     bucket *table = calloc(buckets, sizeof *table);
     uint64_t bytes = plc_arena_bytes(comm->ranks, bytes_per_rank, buckets);
-    void *mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    bool maps = mapping == NULL;
+    if (maps) mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (arena == NULL || table == NULL || mapping == MAP_FAILED) {
         int error = mapping == MAP_FAILED ? errno : ENOMEM;
-        if (mapping != MAP_FAILED) munmap(mapping, bytes);
+        if (maps && mapping != MAP_FAILED) munmap(mapping, bytes);
         free(arena), free(table);
         errno = error;
         return PLC_SYSTEM;
     }
-    *arena = (plc_arena){comm, mapping, bytes, ALIGN_UP(bytes_per_rank, 4096), buckets, table};
+    *arena = (plc_arena){comm, mapping, maps, bytes, ALIGN_UP(bytes_per_rank, 4096), buckets, table};
     *out = arena;
     return PLC_OK;
 }
 
 void plc_arena_close(plc_arena *arena) {
-    munmap(arena->mapping, arena->mapped_bytes);
+    if (arena->owns_mapping) munmap(arena->mapping, arena->mapped_bytes);
     free(arena->table);
     free(arena);
 }

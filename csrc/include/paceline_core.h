@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 1
+#define PLC_ABI_VERSION 2
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -161,7 +161,9 @@ PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeo
 /* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
 typedef struct plc_arena plc_arena;
 PLC_API uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets);
-PLC_API int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out);
+/* Map through a descriptor of plc_arena_bytes zero bytes, or use an existing mapping when fd is -1 (ranks as threads). */
+PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets,
+                           plc_arena **out);
 PLC_API void plc_arena_close(plc_arena *arena);
 PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
 /* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks. */
