@@ -70,7 +70,7 @@ int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const ui
     if (s == MAP_FAILED) return PLC_SYSTEM;
     plc_comm *comm = calloc(1, sizeof *comm);
     int *fds = malloc(ranks * sizeof *fds);
-    plc_call *calls = calloc(ranks, sizeof *calls);
+    plc_call *calls = calloc(2ull * ranks, sizeof *calls);
     if (!segment_fits(s, ranks, nonce) || s->bytes != bytes || comm == NULL || fds == NULL || calls == NULL) {
         bool out_of_memory = comm == NULL || fds == NULL || calls == NULL;
         free(comm), free(fds), free(calls);
@@ -86,6 +86,7 @@ int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const ui
     comm->config = *config;
     comm->pidfds = fds;
     comm->last_calls = calls;
+    comm->mismatched = calls + ranks;
     comm->failure.rank = -1;
     pthread_mutex_init(&comm->failure_lock, NULL);
     pthread_mutex_init(&comm->queue_lock, NULL);
@@ -128,9 +129,13 @@ void plc_comm_failure(plc_comm *comm, plc_failure *out) {
     pthread_mutex_unlock(&comm->failure_lock);
 }
 
-void plc_comm_calls(plc_comm *comm, plc_call *out) { memcpy(out, comm->last_calls, comm->ranks * sizeof *out); }
+void plc_comm_calls(plc_comm *comm, plc_call *out) {
+    pthread_mutex_lock(&comm->failure_lock);
+    memcpy(out, comm->mismatched, comm->ranks * sizeof *out);
+    pthread_mutex_unlock(&comm->failure_lock);
+}
 
-uint64_t plc_comm_sequence(plc_comm *comm) { return comm->sequence; }
+uint64_t plc_comm_sequence(plc_comm *comm) { return atomic_load(&comm->sequence); }
 
 int plc_comm_peer_pid(plc_comm *comm, uint32_t rank) {
     return rank < comm->ranks ? comm->shared->records[rank].pid : -1;

@@ -75,8 +75,9 @@ struct plc_comm {
     int *pidfds; /* by rank, -1 where unknown */
     uint32_t phase;    /* last phase this rank arrived at */
     uint32_t slot;     /* which of the two slots the next use writes */
-    uint64_t sequence; /* calls made */
+    _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
+    plc_call *mismatched; /* the calls of the last mismatch, under failure_lock */
     plc_failure failure;
     _Atomic uint32_t failed; /* failure.status, readable without the lock */
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
@@ -96,7 +97,7 @@ struct plc_comm {
 /* --- wait.c ----------------------------------------------------------------------------------------------------- */
 int64_t now_ns(void);
 int64_t deadline_after(const plc_comm *comm, int64_t timeout_ns);
-/* Wait until word - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters (NULL: all). */
+/* Wait until word - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters (NULL: all others). */
 typedef bool (*needed_fn)(const plc_comm *comm, uint32_t rank, const void *context);
 int wait_for(plc_comm *comm, signal_word *word, uint32_t target, int64_t deadline, needed_fn needed, const void *context);
 /* Wait until the word differs from `seen`, at most until `deadline`: PLC_OK or PLC_TIMEOUT. Checks nothing else. */
@@ -105,6 +106,8 @@ void advance(signal_word *word, uint32_t by); /* add and wake */
 void wake(signal_word *word);
 bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left);
 int raise_failure(plc_comm *comm, uint32_t status, int32_t rank);
+/* The time of rank `whose` was up while it, and this rank, needed others: those are named as missing. */
+int raise_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context);
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);

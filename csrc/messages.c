@@ -303,6 +303,11 @@ static int verdict(const plc_comm *comm, const plc_message *m, const absence *wh
     return now >= m->deadline_ns ? PLC_TIMEOUT : PLC_OK;
 }
 
+static bool is_peer_of(const plc_comm *comm, uint32_t rank, const void *message) {
+    (void)comm;
+    return (int32_t)rank == ((const plc_message *)message)->peer;
+}
+
 /* The receive is its caller's again: not even its address may be compared with from here on. */
 static void read_past(inlet *in) {
     in->discard = true;
@@ -318,7 +323,10 @@ static void look_after(plc_comm *comm, post_office *post, plc_message **list, co
         for (uint32_t r = 0; r < comm->ranks; r++)
             if (post->inlets[r].open && post->inlets[r].target == m) read_past(&post->inlets[r]);
         /* Half a message cannot be taken back: the channel, and with it the group, is lost. */
-        if (m->is_send && m->moved > 0) raise_failure(comm, (uint32_t)status, m->peer);
+        if (m->is_send && m->moved > 0) {
+            if (status == PLC_TIMEOUT) raise_timeout(comm, comm->rank, is_peer_of, m);
+            else raise_failure(comm, (uint32_t)status, m->peer);
+        }
         take_out(list, m);
         complete(m, (uint32_t)status);
     }
@@ -406,7 +414,7 @@ int plc_receive(plc_comm *comm, plc_message *m) { return post_message(comm, m, f
 
 int plc_message_wait(plc_comm *comm, plc_message *m, int64_t timeout_ns) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&m->finished;
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
     int64_t spin_end = now_ns() + comm->config.spin_ns;
     while (atomic_load(finished) == 0) {
         int64_t now = now_ns();

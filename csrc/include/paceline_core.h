@@ -110,7 +110,7 @@ typedef struct {
 
 typedef struct {
     uint32_t status;
-    int32_t rank;           /* the peer concerned, -1 if none */
+    int32_t rank;           /* the peer concerned, -1 if none; for PLC_TIMEOUT the rank whose time was up */
     uint64_t sequence;      /* call in which it was noticed */
     uint32_t missing_count;
     uint32_t missing[PLC_MAX_RANKS]; /* ranks that had not arrived */
@@ -139,7 +139,7 @@ PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, 
 PLC_API void plc_comm_leave(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
-PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's last compared call */
+PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's call in the last mismatch */
 PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
 /* Say and read a pid, so that peers can name each other. */
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);

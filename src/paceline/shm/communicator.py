@@ -206,8 +206,11 @@ class Communicator:
     def _group_error(self, status: int, failure: native.Failure, where: str) -> Exception:
         if status == Status.TIMEOUT:
             missing = [failure.missing[i] for i in range(failure.missing_count)]
+            whose = self.names[failure.rank]
+            told = "" if whose == self._me else f"rank {self._me} stopped {where}: "
             return CollectiveTimeout(
-                f"rank {self._me} reached the timeout of {self.timeout.total_seconds():g} s {where}, waiting for "
+                f"{told}rank {whose} reached the timeout of {self.timeout.total_seconds():g} s "
+                f"{where if whose == self._me else 'in the same call'}, waiting for "
                 + "; ".join(f"rank {self.names[r]} ({self._condition(r)})" for r in missing)
                 + ". Give the late rank more time (`timeout=` of init_process_group) or see where it is stuck: "
                 "all ranks must make the same calls in the same order",
