@@ -27,8 +27,9 @@
 #define CACHE_LINE 64
 #define SEGMENT_MAGIC 0x50414345434f5245ull /* "PACECORE" */
 #define ALIGN_UP(x, a) (((x) + (a) - 1) / (a) * (a))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
+/* Each argument is evaluated once: some of them read what other ranks are changing. */
+#define MIN(a, b) ({ __auto_type a_ = (a); __auto_type b_ = (b); a_ < b_ ? a_ : b_; })
+#define MAX(a, b) ({ __auto_type a_ = (a); __auto_type b_ = (b); a_ > b_ ? a_ : b_; })
 
 enum { STATE_ABSENT = 0, STATE_JOINED = 1, STATE_LEFT = 2 };
 

@@ -175,6 +175,10 @@ static bool begin(plc_comm *comm, post_office *post, uint32_t source) {
     channel *c = channel_of(comm, source, comm->rank);
     if (ring_used(c) < sizeof(head)) return false;
     ring_peek(comm, c, &in->incoming, sizeof(head));
+    if (in->incoming.check != HEAD_CHECK) { /* someone wrote where it should not: nothing in this channel can be trusted */
+        raise_failure(comm, PLC_SYSTEM, (int32_t)source);
+        return false;
+    }
     in->target = waiting_for(comm, post, source, in->incoming.tag);
     in->kept = NULL;
     if (in->target == NULL && !someone_waits_behind(comm, post, source)) return false;
