@@ -30,14 +30,19 @@ struct plc_arena {
     void *mapping;
     bool owns_mapping;
     uint64_t mapped_bytes, bytes_per_rank;
-    uint32_t buckets;
+    uint32_t rank, ranks, buckets; /* ranks: also known when the communicator is gone */
     bucket *table;
 };
 
-static uint64_t controls_bytes(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(bucket_control), 4096); }
+/* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
+static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
+
+static uint64_t controls_bytes(uint32_t ranks, uint32_t buckets) {
+    return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), 4096);
+}
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
-    return controls_bytes(buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
+    return controls_bytes(ranks, buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
 
 int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
@@ -53,7 +58,7 @@ int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_ran
         errno = error;
         return PLC_SYSTEM;
     }
-    *arena = (plc_arena){comm, mapping, maps, bytes, ALIGN_UP(bytes_per_rank, 4096), buckets, table};
+    *arena = (plc_arena){comm, mapping, maps, bytes, ALIGN_UP(bytes_per_rank, 4096), comm->rank, comm->ranks, buckets, table};
     *out = arena;
     return PLC_OK;
 }
@@ -65,20 +70,27 @@ void plc_arena_close(plc_arena *arena) {
 }
 
 void *plc_arena_region(plc_arena *arena, uint32_t rank) {
-    return (char *)arena->mapping + controls_bytes(arena->buckets) + rank * arena->bytes_per_rank;
+    return (char *)arena->mapping + controls_bytes(arena->ranks, arena->buckets) + rank * arena->bytes_per_rank;
 }
 
 static bucket_control *control_of(const plc_arena *arena, uint32_t index) {
     return (bucket_control *)arena->mapping + index;
 }
 
+static _Atomic uint32_t *uses_of(const plc_arena *arena, uint32_t rank, uint32_t index) {
+    char *table = (char *)control_of(arena, arena->buckets);
+    return (_Atomic uint32_t *)(table + rank * uses_stride(arena->buckets)) + index;
+}
+
 int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
-    uint64_t bytes = count * plc_element_bytes(dtype);
-    if (index >= arena->buckets || offset + bytes > arena->bytes_per_rank || !can_reduce(dtype, op)) return PLC_INVALID;
+    if (index >= arena->buckets || !can_reduce(dtype, op)) return PLC_INVALID;
+    uint64_t element = plc_element_bytes(dtype), room = arena->bytes_per_rank;
+    if (offset > room || offset % element != 0 || count > (room - offset) / element) return PLC_INVALID;
+    uint64_t bytes = count * element;
     bucket *b = &arena->table[index];
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
     uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = (uint32_t)MAX(chunks, 1)};
+    *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
     return PLC_OK;
 }
 
@@ -88,10 +100,10 @@ static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk) {
     uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
-    for (uint32_t r = 0; r < arena->comm->ranks; r++)
+    for (uint32_t r = 0; r < arena->ranks; r++)
         inputs[r] = (const char *)plc_arena_region(arena, r) + b->offset + from * element;
-    reduce_block(first, inputs, arena->comm->ranks, count, b->dtype, b->op, 1.0);
-    for (uint32_t r = 1; r < arena->comm->ranks; r++) memcpy((void *)inputs[r], first, count * element);
+    reduce_block(first, inputs, arena->ranks, count, b->dtype, b->op, 1.0);
+    for (uint32_t r = 1; r < arena->ranks; r++) memcpy((void *)inputs[r], first, count * element);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
@@ -110,9 +122,22 @@ static void help(plc_arena *arena, uint32_t index) {
 int plc_bucket_ready(plc_arena *arena, uint32_t index) {
     if (index >= arena->buckets || arena->table[index].chunks == 0) return PLC_INVALID;
     bucket_control *c = control_of(arena, index);
-    uint32_t target = ++arena->table[index].uses * arena->comm->ranks;
-    if (atomic_fetch_add(&c->arrived.value, 1) + 1 == target) wake(&c->arrived);
+    uint32_t uses = ++arena->table[index].uses;
+    bool last = atomic_fetch_add(&c->arrived.value, 1) + 1 == uses * arena->ranks;
+    atomic_store(uses_of(arena, arena->rank, index), uses); /* after the count, as in `arrive` */
+    if (last) wake(&c->arrived);
     return PLC_OK;
+}
+
+typedef struct {
+    const plc_arena *arena;
+    uint32_t index;
+} bucket_wait;
+
+static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) {
+    const bucket_wait *w = context;
+    (void)comm;
+    return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
@@ -120,7 +145,8 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
-    int status = wait_for(arena->comm, &c->arrived, b->uses * arena->comm->ranks, deadline, NULL, NULL);
+    bucket_wait context = {arena, index};
+    int status = wait_for(arena->comm, &c->arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
     if (status != PLC_OK) return status;
     help(arena, index);
     return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
