@@ -140,8 +140,7 @@ static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) 
     return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
 }
 
-int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
-    if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
+static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
@@ -150,4 +149,12 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (status != PLC_OK) return status;
     help(arena, index);
     return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
+}
+
+int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
+    if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
+    if (!step_in(arena->comm)) return PLC_ABORTED;
+    int status = finish(arena, index, timeout_ns);
+    step_out(arena->comm);
+    return status;
 }

@@ -82,6 +82,8 @@ struct plc_comm {
     plc_failure failure;
     _Atomic uint32_t failed; /* failure.status, readable without the lock */
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
+    _Atomic uint32_t inside; /* threads of this process inside a call */
+    int32_t owner;           /* the process that joined */
     pthread_mutex_t failure_lock;
 
     /* Asynchronous requests run on one thread, in the order they were submitted. */
@@ -116,6 +118,9 @@ void futex_wake_all(_Atomic uint32_t *word);
 /* --- comm.c ----------------------------------------------------------------------------------------------------- */
 unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot);
 channel *channel_of(const plc_comm *comm, uint32_t from, uint32_t to);
+/* Around every call that uses more than the handle: leaving waits until nobody is inside, and nobody enters after. */
+bool step_in(plc_comm *comm);
+void step_out(plc_comm *comm);
 
 /* --- phases.c: the steps of a collective ------------------------------------------------------------------------- */
 typedef struct {

@@ -412,9 +412,16 @@ static int post_message(plc_comm *comm, plc_message *m, bool is_send) {
     return status;
 }
 
-int plc_send(plc_comm *comm, plc_message *m) { return post_message(comm, m, true); }
+static int step_in_and_post(plc_comm *comm, plc_message *m, bool is_send) {
+    if (!step_in(comm)) return PLC_ABORTED;
+    int status = post_message(comm, m, is_send);
+    step_out(comm);
+    return status;
+}
 
-int plc_receive(plc_comm *comm, plc_message *m) { return post_message(comm, m, false); }
+int plc_send(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, true); }
+
+int plc_receive(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, false); }
 
 int plc_message_wait(plc_comm *comm, plc_message *m, int64_t timeout_ns) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&m->finished;

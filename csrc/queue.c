@@ -72,6 +72,7 @@ static void *work(void *argument) {
 
 /* With the lock held. */
 static int append(plc_comm *comm, plc_request *q) {
+    if (comm->stopping) return PLC_ABORTED; /* nobody would run it */
     if (!comm->worker_started) {
         int error = pthread_create(&comm->worker, NULL, work, comm);
         if (error != 0) {
@@ -91,13 +92,15 @@ static int append(plc_comm *comm, plc_request *q) {
 }
 
 int plc_submit(plc_comm *comm, plc_request *q) {
+    if (!step_in(comm)) return PLC_ABORTED;
     pthread_mutex_lock(&comm->queue_lock);
     int status = append(comm, q);
     pthread_mutex_unlock(&comm->queue_lock);
+    step_out(comm);
     return status;
 }
 
-int plc_run(plc_comm *comm, plc_request *q) {
+static int run_in_turn(plc_comm *comm, plc_request *q) {
     pthread_mutex_lock(&comm->queue_lock);
     bool idle = comm->queue_head == NULL && !comm->running;
     int status = PLC_OK;
@@ -112,6 +115,13 @@ int plc_run(plc_comm *comm, plc_request *q) {
     comm->running = false;
     if (comm->queue_head != NULL) pthread_cond_broadcast(&comm->queue_changed);
     pthread_mutex_unlock(&comm->queue_lock);
+    return status;
+}
+
+int plc_run(plc_comm *comm, plc_request *q) {
+    if (!step_in(comm)) return PLC_ABORTED;
+    int status = run_in_turn(comm, q);
+    step_out(comm);
     return status;
 }
 

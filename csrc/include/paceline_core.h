@@ -136,7 +136,11 @@ PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config,
  * a rank, -1 where liveness cannot be watched; owned by the caller, kept open while the communicator lives. */
 PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
                           const plc_config *config, const int *pidfds, plc_comm **out);
+/* Give up the seat: peers are told, waits of this rank's other threads end with PLC_ABORTED, as do later calls. Memory
+ * and threads are released; the handle itself stays valid until plc_comm_free, which the last user calls. In a forked
+ * child neither touches what belongs to the parent. */
 PLC_API void plc_comm_leave(plc_comm *comm);
+PLC_API void plc_comm_free(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
 PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's call in the last mismatch */

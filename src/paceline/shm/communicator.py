@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -42,6 +43,16 @@ _SPIN_NS = 100_000
 _SPIN_NS_CROWDED = 2_000  # more ranks than cores: whoever spins keeps a peer from running
 
 _pid_watch = PidWatch()
+_seats: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _give_up_seats_after_fork() -> None:
+    """A forked child is no rank: a call of its own would be counted as one of its parent's."""
+    for comm in list(_seats):
+        comm._handle = None
+
+
+os.register_at_fork(after_in_child=_give_up_seats_after_fork)
 
 
 class Communicator:
@@ -62,6 +73,9 @@ class Communicator:
         self.timeout = timeout
         self._run = self._core.plc_run
         self._allreduce = self._core.plc_allreduce
+        # Freed when no thread can be inside a method any more. Not at exit: the process's end tells the peers more.
+        weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
+        _seats.add(self)
 
     # --- life --------------------------------------------------------------------------------------
     @classmethod
@@ -127,7 +141,10 @@ class Communicator:
     def handle(self) -> C.c_void_p:
         """The core's handle; raises once the group is gone."""
         if self._handle is None:
-            raise GroupError("this process group was destroyed; call init_process_group again to use it")
+            raise GroupError(
+                "this process group was destroyed, or belongs to the process this one was forked from; "
+                "call init_process_group here to use one"
+            )
         return self._handle
 
     # --- collectives -------------------------------------------------------------------------------
