@@ -304,6 +304,8 @@ def describe_call(call: native.CallRecord) -> str:
     """One rank's call in a line: "all_reduce of 10 float32, SUM (call 3)"."""
     name = Kind.NAMES[call.kind]
     text = name if call.kind == Kind.BARRIER else f"{name} of {call.count} {DTYPE_NAMES[call.dtype]}"
+    if DTYPE_NAMES[call.dtype] == "bytes" and call.label:
+        text += f" ({call.label.to_bytes(8, 'little').lstrip(bytes(1)).decode(errors='replace')})"
     if call.kind in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
         text += f", {OP_NAMES[call.op]}"
     if call.kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER):
