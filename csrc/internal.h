@@ -43,6 +43,9 @@ typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t state;
     int32_t pid;
     _Alignas(CACHE_LINE) plc_call calls[2]; /* by slot in use, so that a fast rank does not overwrite what is read */
+    uint64_t input_at[2], output_at[2];     /* where its data lies in its own memory, for direct reads */
+    uint64_t probe_at;                      /* a word in its memory, to find out whether peers may read there */
+    uint32_t reads_all;                     /* it could read every peer's word */
     _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank arrived at */
     signal_word doorbell;                        /* rung by peers when a message channel moved */
 } rank_record;
@@ -76,6 +79,7 @@ struct plc_comm {
     int *pidfds; /* by rank, -1 where unknown */
     uint32_t phase;    /* last phase this rank arrived at */
     uint32_t slot;     /* which of the two slots the next use writes */
+    bool direct;       /* every rank may read every other's memory */
     _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
     plc_call *mismatched; /* the calls of the last mismatch, under failure_lock */
@@ -151,6 +155,10 @@ void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t
                   double factor);
 void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
                       double factor, uint64_t divisor);
+
+/* --- direct.c ------------------------------------------------------------------------------------------------------ */
+/* Copy from a peer's own memory. */
+int read_from(plc_comm *comm, uint32_t rank, void *to, uint64_t from, uint64_t bytes);
 
 /* --- messages.c --------------------------------------------------------------------------------------------------- */
 void post_office_close(plc_comm *comm);

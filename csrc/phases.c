@@ -57,6 +57,8 @@ int meet(passage *at, uint64_t count) {
     shared->records[comm->rank].calls[at->slot] = (plc_call){
         .sequence = comm->sequence, .kind = q->kind, .dtype = q->dtype, .op = q->op, .root = q->root,
         .count = count, .label = q->label};
+    shared->records[comm->rank].input_at[at->slot] = (uint64_t)(uintptr_t)q->input;
+    shared->records[comm->rank].output_at[at->slot] = (uint64_t)(uintptr_t)q->output;
     int status = arrive(comm, at->deadline);
     if (status != PLC_OK) return status;
     for (uint32_t r = 0; r < comm->ranks; r++) comm->last_calls[r] = shared->records[r].calls[at->slot];

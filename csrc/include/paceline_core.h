@@ -136,6 +136,8 @@ PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config,
  * a rank, -1 where liveness cannot be watched; owned by the caller, kept open while the communicator lives. */
 PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
                           const plc_config *config, const int *pidfds, plc_comm **out);
+/* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
+PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
 /* Give up the seat: peers are told, waits of this rank's other threads end with PLC_ABORTED, as do later calls. Memory
  * and threads are released; the handle itself stays valid until plc_comm_free, which the last user calls. In a forked
  * child neither touches what belongs to the parent. */

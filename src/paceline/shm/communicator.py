@@ -88,6 +88,7 @@ class Communicator:
         *,
         slot_bytes: int = _SLOT_BYTES,
         spin_ns: int | None = None,
+        allow_direct: bool = True,
     ) -> Communicator:
         """Meet the other ranks of this host through the store. `ranks` are their numbers, ascending; ours is `rank`."""
         core = native.library()
@@ -118,7 +119,11 @@ class Communicator:
             if status != Status.OK:
                 _unwatch(watched, local)
             _check(status, "join the segment")
-        return cls(handle, local, watched, ranks, timeout)
+        comm = cls(handle, local, watched, ranks, timeout)
+        status = core.plc_comm_settle(handle, allow_direct)
+        if status:
+            raise comm.error(status, Kind.BARRIER)
+        return comm
 
     def leave(self) -> None:
         """Give up the seat. Peers that still wait for this rank are told."""
@@ -152,7 +157,7 @@ class Communicator:
         self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
     ) -> None:
         """Reduce `count` elements in place."""
-        status = self._allreduce(self.handle, address, count, dtype, op, factor, timeout_ns)
+        status = self._allreduce(self._handle or self.handle, address, count, dtype, op, factor, timeout_ns)
         if status:
             raise self.error(status, Kind.ALLREDUCE)
 

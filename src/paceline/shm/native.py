@@ -171,6 +171,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         _I32,
         [_I32, _PTR, _U32, _U32, _NONCE, C.POINTER(Config), C.POINTER(C.c_int), C.POINTER(C.c_void_p)],
     ),
+    "plc_comm_settle": (_I32, [_PTR, _I32]),
     "plc_comm_leave": (None, [_PTR]),
     "plc_comm_free": (None, [_PTR]),
     "plc_comm_abort": (_I32, [_PTR]),
