@@ -131,7 +131,8 @@ typedef struct {
     plc_comm *comm;
     const plc_request *request;
     int64_t deadline;
-    uint32_t slot; /* the slot pair in use */
+    uint32_t slot;  /* the slot pair in use */
+    uint64_t label; /* compared, as the rest of the call */
 } passage;
 uint32_t next_slot(plc_comm *comm);
 int arrive(plc_comm *comm, int64_t deadline); /* one phase */

@@ -56,7 +56,7 @@ int meet(passage *at, uint64_t count) {
     segment *shared = comm->shared;
     shared->records[comm->rank].calls[at->slot] = (plc_call){
         .sequence = comm->sequence, .kind = q->kind, .dtype = q->dtype, .op = q->op, .root = q->root,
-        .count = count, .label = q->label};
+        .count = count, .label = at->label};
     shared->records[comm->rank].input_at[at->slot] = (uint64_t)(uintptr_t)q->input;
     shared->records[comm->rank].output_at[at->slot] = (uint64_t)(uintptr_t)q->output;
     int status = arrive(comm, at->deadline);

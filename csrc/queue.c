@@ -30,7 +30,7 @@ static int execute(plc_comm *comm, const plc_request *q) {
     int failure = known_failure(comm);
     if (failure != PLC_OK) return failure;
     atomic_fetch_add_explicit(&comm->sequence, 1, memory_order_relaxed); /* written by one thread at a time */
-    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm)};
+    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm), q->label};
     int status = collectives[q->kind](&at);
     if (status == PLC_MISMATCH) keep_calls(comm);
     return status;

@@ -13,10 +13,7 @@ int run_reduce_scatter(passage *at) {
         total += q->in_counts[r];
         blocks = blocks * 1000003u + q->in_counts[r];
     }
-    /* Uneven blocks must be the same on every rank: compared in place of the label, which a reduction has no use for. */
-    plc_request labelled = *q;
-    labelled.label = blocks;
-    at->request = &labelled;
+    at->label = blocks; /* uneven blocks must be the same on every rank; a reduction has no other use for the label */
     for (uint64_t done = 0; done == 0 || done < longest * element; done += part) {
         if (done > 0) at->slot = next_slot(comm);
         unsigned char *parts = slot_of(comm, comm->rank, at->slot);

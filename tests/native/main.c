@@ -8,7 +8,8 @@ typedef struct {
 
 #define SCENARIO(name) {#name, name}
 static const scenario scenarios[] = {
-    SCENARIO(collectives),       SCENARIO(submissions),        SCENARIO(messages),
+    SCENARIO(collectives),       SCENARIO(direct),
+    SCENARIO(submissions),        SCENARIO(messages),
     SCENARIO(buckets),           SCENARIO(two_groups),         SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
     SCENARIO(late_bucket),       SCENARIO(dead_rank),          SCENARIO(leave_early),

@@ -6,6 +6,7 @@
 
 /* stress.c: what must succeed */
 void collectives(uint64_t seed);
+void direct(uint64_t seed);
 void submissions(uint64_t seed);
 void messages(uint64_t seed);
 void buckets(uint64_t seed);

@@ -203,6 +203,27 @@ void collectives(uint64_t seed) {
     for (uint32_t ranks = 1; ranks <= 5; ranks++) in_new_world(ranks, 30000, random_collectives, seed + ranks);
 }
 
+/* --- long reductions, read straight from the peers' memory where the system allows it --------------------------------- */
+static void long_reductions(seat *at) {
+    CHECK_STATUS(PLC_OK, plc_comm_settle(at->comm, 1));
+    CHECK(at->comm->direct || at->ranks == 1, "a process may not read its own memory");
+    for (int i = 0; i < 6; i++) {
+        uint64_t count = 140000 + below(&at->seed, 5), seed = next_random(&at->seed);
+        uint32_t dtype = i % 2 ? PLC_F64 : PLC_I32, root = (uint32_t)below(&at->seed, at->ranks);
+        void *data = filled(seed, at->rank, dtype, 0, count);
+        plc_request q = {.kind = i % 3 ? PLC_ALLREDUCE : PLC_REDUCE, .dtype = dtype, .op = PLC_SUM, .count = count,
+                         .root = (int32_t)root, .input = data, .output = data, .timeout_ns = -1};
+        maybe_nap(at);
+        CHECK_STATUS(PLC_OK, plc_run(at->comm, &q));
+        if (q.kind == PLC_ALLREDUCE || at->rank == root) check_reduced(at, "long", data, seed, dtype, PLC_SUM, 1, 0, count);
+        free(data);
+    }
+}
+
+void direct(uint64_t seed) {
+    for (uint32_t ranks = 1; ranks <= 4; ranks++) in_new_world(ranks, 30000, long_reductions, seed + ranks);
+}
+
 /* --- asynchronous: several under way, mixed with calls that wait --------------------------------------------------- */
 #define UNDER_WAY 6
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import select
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
@@ -40,6 +41,7 @@ _RING_BYTES = 64 * 1024
 _RING_BYTES_MANY_RANKS = 16 * 1024
 _MANY_RANKS = 16
 _SPIN_NS = 100_000
+_ENDING_MS = 300
 _SPIN_NS_CROWDED = 2_000  # more ranks than cores: whoever spins keeps a peer from running
 
 _pid_watch = PidWatch()
@@ -104,25 +106,31 @@ class Communicator:
         handle = C.c_void_p()
         local = list(ranks).index(rank)
         watched = [int(pids[other]) for other in ranks]
-        with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
-            descriptors = _watch(watched, local)
-            status = core.plc_comm_join(
-                descriptor,
-                None,
-                local,
-                size,
-                (C.c_uint64 * 2)(*nonce),
-                config,
-                (C.c_int * size)(*descriptors),
-                C.byref(handle),
-            )
-            if status != Status.OK:
-                _unwatch(watched, local)
-            _check(status, "join the segment")
-        comm = cls(handle, local, watched, ranks, timeout)
-        status = core.plc_comm_settle(handle, allow_direct)
-        if status:
-            raise comm.error(status, Kind.BARRIER)
+        comm: Communicator | None = None
+        try:
+            with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
+                descriptors = _watch(watched, local)
+                status = core.plc_comm_join(
+                    descriptor,
+                    None,
+                    local,
+                    size,
+                    (C.c_uint64 * 2)(*nonce),
+                    config,
+                    (C.c_int * size)(*descriptors),
+                    C.byref(handle),
+                )
+                if status != Status.OK:
+                    _unwatch(watched, local)
+                _check(status, "join the segment")
+                comm = cls(handle, local, watched, ranks, timeout)
+            status = core.plc_comm_settle(handle, allow_direct)
+            if status:
+                raise comm.error(status, Kind.BARRIER)
+        except BaseException:
+            if comm is not None:
+                comm.leave()  # a peer could not join: nothing of ours stays mapped
+            raise
         return comm
 
     def leave(self) -> None:
@@ -256,7 +264,7 @@ class Communicator:
 
     def _peer_lost(self, local: int, where: str) -> PeerLost:
         pid, name = self._pids[local], self.names[local]
-        code = _exit_code(pid)
+        code = _exit_code_when_ended(pid)
         return PeerLost(
             f"rank {name} (pid {pid}) was lost while rank {self._me} waited for it {where}: it {describe_exit(code)}. "
             "Its own output tells why; this group cannot be used again",
@@ -355,6 +363,16 @@ def _unwatch(pids: Sequence[int], mine: int) -> None:
 
 def _exit_code(pid: int) -> int | None:
     descriptor = _pid_watch.peek(pid)
+    return exit_code_of(pid, descriptor)
+
+
+def _exit_code_when_ended(pid: int) -> int | None:
+    """For a process that was found dead: its memory goes before its exit code can be asked for."""
+    descriptor = _pid_watch.peek(pid)
+    if descriptor >= 0:
+        ending = select.poll()
+        ending.register(descriptor, select.POLLIN)
+        ending.poll(_ENDING_MS)
     return exit_code_of(pid, descriptor)
 
 
