@@ -224,10 +224,14 @@ class Communicator:
         if status == Status.SYSTEM:
             number = C.get_errno()
             return NativeError(f"rank {self._me}: {Kind.NAMES[kind]}: the system refused: {os.strerror(number)}")
-        failure = native.Failure()
-        self._core.plc_comm_failure(self.handle, C.byref(failure))
+        failure = self._failure()
         where = f"in {Kind.NAMES[kind]} (call {failure.sequence})"
         return self._group_error(status, failure, where)
+
+    def _failure(self) -> native.Failure:
+        failure = native.Failure()
+        self._core.plc_comm_failure(self.handle, C.byref(failure))
+        return failure
 
     @property
     def _me(self) -> int:
@@ -298,6 +302,9 @@ class Communicator:
             )
         if status == Status.INVALID:
             return ConfigError(f"rank {self._me}: {what}: there is no such peer in a group of {self.size}")
+        failure = self._failure()
+        if failure.status == status:  # the whole group failed, perhaps for another peer than this message's
+            return self._group_error(status, failure, f"in {what}")
         if status == Status.TIMEOUT:
             local = message.peer
             state = "" if local == ANY_SOURCE else f" ({self._condition(local)})"
