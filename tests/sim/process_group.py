@@ -224,7 +224,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
 def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
-        raise ValueError(f"{BACKEND}: the tensors of one collective live on one device, found {sorted(map(str, devices))}")
+        raise ValueError(
+            f"{BACKEND}: the tensors of one collective live on one device, found {sorted(map(str, devices))}"
+        )
     return devices.pop()
 
 
