@@ -273,7 +273,7 @@ def test_processes_that_ask_at_once_build_once(tmp_path):
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.SimUnavailable, match="no C.. compiler: 'no-such-compiler' is not on PATH"):
+    with pytest.raises(build.SimUnavailable, match=r"no C.. compiler: 'no-such-compiler' is not on PATH"):
         build.library()
 
 
