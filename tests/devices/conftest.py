@@ -6,6 +6,7 @@ import pathlib
 
 import pytest
 
+import paceline
 from tests.devices.machine import Machine, chosen_device_type
 from tests.sim.build import SimUnavailable, library
 
@@ -37,8 +38,20 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     import torch
 
     if not torch.cuda.is_available():
-        pytest.fail("PACELINE_TEST_DEVICE=cuda, but torch sees no CUDA device here")
+        pytest.exit(f"PACELINE_TEST_DEVICE=cuda, but torch {torch.__version__} sees no CUDA device here", returncode=1)
     return Machine("cuda", torch.cuda.device_count())
+
+
+@pytest.fixture(params=["stock", "paceline"])
+def implementation(request: pytest.FixtureRequest) -> str:
+    """Whose class a test of the matrix uses: torch's own as the reference, and ours.
+
+    The test module names the class in `SUBJECT`.
+    """
+    subject = request.module.SUBJECT
+    if request.param == "paceline" and subject not in paceline.__all__:
+        pytest.skip(f"paceline.{subject} does not exist yet")
+    return request.param
 
 
 @pytest.fixture
