@@ -130,6 +130,10 @@ def reduce_and_drop(device: str) -> None:
     work.wait()
 
 
+def reduce_and_forget(device: str) -> None:
+    dist.all_reduce(torch.ones(4, device=device), async_op=True)
+
+
 def train_stock_ddp(device: str) -> None:
     torch.manual_seed(0)
     index = torch.device(device).index
@@ -154,12 +158,13 @@ def hazards_with(machine: Machine, rank: int, world: int, group: type, program) 
     return machine.hazards()
 
 
-PROGRAMS = [reduce_and_use, reduce_and_use_by_future, reduce_and_drop, train_stock_ddp]
+PROGRAMS = [reduce_and_use, reduce_and_use_by_future, reduce_and_drop, reduce_and_forget, train_stock_ddp]
 FAULTS = [
     (NoStartAfterCaller, reduce_and_use, "unordered write after write: all_reduce"),
     (WaitThatDoesNot, reduce_and_use, "unordered read after write"),
     (FutureWithoutDevices, reduce_and_use_by_future, "unordered read after write"),
     (NothingHeld, reduce_and_drop, "freed in use"),
+    (NothingHeld, reduce_and_forget, "freed in use"),
     (NoStartAfterCaller, train_stock_ddp, "unordered write after write: all_reduce"),
     (FutureWithoutDevices, train_stock_ddp, "unordered read after write"),
 ]

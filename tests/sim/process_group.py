@@ -1,9 +1,10 @@
 """`simccl`: a process group for `sim` tensors that is ordered like NCCL's.
 
 A collective is one launch on a communication stream of its own: it starts after what the caller's stream was given
-before, and the caller's stream goes on at once. `Work.wait()` and the Future order streams, not the host. The group
-holds on to the tensors until someone waits, so a caller that waits needs no `record_stream`. The bytes travel
-through Gloo, in the launching thread, over private copies.
+before, and the caller's stream goes on at once. `Work.wait()` and the Future order streams, not the host. A Work
+holds on to its tensors until someone waits; dropped before that, it leaves them recorded on the communication stream.
+So callers need no `record_stream` of their own. The bytes travel through Gloo, in the launching thread, over private
+copies.
 
 CPU tensors are exchanged in place of a second backend: they go straight to Gloo, and are done when the call returns.
 """
@@ -35,16 +36,27 @@ def register() -> None:
 class StreamWork(dist.Work):
     """A collective on its way: `wait` makes the caller's stream wait for it and lets go of the tensors."""
 
-    def __init__(self, device: torch.device, done: torch.Event | None, future: Any, held: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        future: Any,
+        stream: torch.Stream | None = None,  # None: done when the call returned
+        held: Sequence[Tensor] = (),
+    ) -> None:
         super().__init__()
-        self._device, self._done, self._future = device, done, future
-        self._held = list(held)
+        self._device, self._future = device, future
+        self._stream, self._held = stream, list(held)
+        self._done = stream.record_event() if stream is not None else None
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:
         if self._done is not None:
             torch.accelerator.current_stream(self._device.index).wait_event(self._done)
         self._held.clear()
         return True
+
+    def __del__(self) -> None:
+        for tensor in self._held:
+            tensor.record_stream(self._stream)
 
     def is_completed(self) -> bool:
         return self._done is None or self._done.query()
@@ -85,15 +97,14 @@ class StreamOrderedGroup(dist.ProcessGroup):
         device = _one_device([*reads, *writes])
         if device.type == "cpu":
             exchange([*reads, *writes])
-            return StreamWork(device, None, _completed(torch.futures.Future(), result), [])
+            return StreamWork(device, _completed(torch.futures.Future(), result))
         stream = self._stream(device)
         self._start_after_caller(stream)
         with stream:
             with kernel(name, reads, writes) as views:
                 _exchange_copies(views, len(reads), exchange)
             future = _completed(self._future(device), result)
-            done = stream.record_event()
-        return StreamWork(device, done, future, self._held([*reads, *writes]))
+        return StreamWork(device, future, stream, self._held([*reads, *writes]))
 
     # ---- collectives
 
@@ -179,7 +190,7 @@ class StreamOrderedGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> StreamWork:
         self._wire.barrier().wait()
-        return StreamWork(torch.device("cpu"), None, _completed(torch.futures.Future(), []), [])
+        return StreamWork(torch.device("cpu"), _completed(torch.futures.Future(), []))
 
     # ---- sums
 
@@ -201,7 +212,7 @@ class StreamOrderedGroup(dist.ProcessGroup):
             request.reduceOp = op
             self._wire.allreduce([total], request).wait()
             tensor.copy_(total.to(device))
-        return StreamWork(device, None, _completed(self._future(device), tensors), [])
+        return StreamWork(device, _completed(self._future(device), tensors))
 
     # ---- names, which torch.distributed insists on
 
