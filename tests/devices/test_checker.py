@@ -88,6 +88,15 @@ def read_back(keep: Keep) -> None:
     assert result.sum() == 10
 
 
+def read_as_list(keep: Keep) -> None:
+    """The same, by a method that reads memory without an operator."""
+    result = torch.ones(3, device="sim:2").to("cpu", non_blocking=True)
+    if keep("host waits for the list"):
+        torch.accelerator.synchronize(2)
+    assert result.tolist() == [1, 1, 1]
+    assert result.numpy().sum() == 3
+
+
 def poll(keep: Keep) -> None:
     """The same, by asking until it is there."""
     result = torch.ones(10, device="sim:2").to("cpu", non_blocking=True)
@@ -160,6 +169,7 @@ PROGRAMS = {
         "batch recorded on main": "freed in use",
     },
     read_back: {"host waits for the result": "unordered read after write: aten::sum on the host"},
+    read_as_list: {"host waits for the list": "unordered read after write: sim::host_reads on the host"},
     poll: {"host asks until it is there": "unordered read after write: aten::eq on the host"},
     look_at_device_memory: {"host waits for the device": "unordered read after write: aten::sum on the host"},
     pass_on: {

@@ -22,6 +22,7 @@ _SOURCES = pathlib.Path(__file__).parent / "csrc"
 # -O1: the kernels are torch's own; what is compiled here only passes tensors on. -DNDEBUG: as torch itself was built,
 # which decides the layout of some of its classes.
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wno-stringop-overflow")
+_UNITS = 2  # torch's headers take longer to read than all sources to compile, so few units read them
 _COMPILE_TIMEOUT_S = 600.0
 
 
@@ -67,15 +68,16 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
 
     root = pathlib.Path(torch.__path__[0])
     headers = ["-isystem", str(root / "include"), "-isystem", str(root / "include/torch/csrc/api/include")]
-    largest_first = sorted(_SOURCES.glob("*.cpp"), key=lambda path: -path.stat().st_size)
-    with tempfile.TemporaryDirectory(prefix="paceline-sim-") as scratch, ThreadPoolExecutor(os.cpu_count()) as pool:
+    with tempfile.TemporaryDirectory(prefix="paceline-sim-") as scratch, ThreadPoolExecutor(_UNITS) as pool:
 
-        def compile_one(source: pathlib.Path) -> str:
-            result = f"{scratch}/{source.stem}.o"
-            _run([*compiler, *_FLAGS, *headers, "-c", str(source), "-o", result])
-            return result
+        def compile_unit(number: int) -> str:
+            unit = pathlib.Path(scratch, f"unit{number}.cpp")
+            sources = sorted(_SOURCES.glob("*.cpp"))[number::_UNITS]
+            unit.write_text("".join(f'#include "{source}"\n' for source in sources))
+            _run([*compiler, *_FLAGS, *headers, "-c", str(unit), "-o", f"{unit}.o"])
+            return f"{unit}.o"
 
-        objects = list(pool.map(compile_one, largest_first))
+        objects = list(pool.map(compile_unit, range(_UNITS)))
         partial = target.with_name("libsim.so.partial")
         libraries = ["-L", str(root / "lib"), "-ltorch_cpu", "-ltorch", "-lc10"]
         _run([*compiler, "-shared", *objects, "-o", str(partial), *libraries])

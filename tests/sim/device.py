@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ def load(devices: int = 4) -> None:
     torch._register_device_module("sim", _SimModule(devices))
     cells.register()
     torch.ops.sim.watch_the_host()
+    for name in ("numpy", "tolist", "__array__"):
+        setattr(torch.Tensor, name, _announced(getattr(torch.Tensor, name)))
 
 
 def hazards(*, clear: bool = True) -> list[str]:
@@ -75,6 +78,17 @@ def kernel(name: str, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> 
 def host_view(tensor: Any) -> Any:
     """Device memory as the host sees it. Using it before the host has waited for the device is a hazard."""
     return torch.ops.sim.view_on_cpu(tensor)
+
+
+def _announced(method: Any) -> Any:
+    """Tensor methods that read memory without an operator, made visible to the host watch."""
+
+    @functools.wraps(method)
+    def read(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        torch.ops.sim.host_reads(tensor.detach())
+        return method(tensor, *args, **kwargs)
+
+    return read
 
 
 class _SimModule:

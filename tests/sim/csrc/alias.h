@@ -7,6 +7,8 @@
 
 namespace sim {
 
+inline bool on_device(const at::Tensor& t) { return t.defined() && t.device().type() == SIM; }
+
 // A CPU tensor over the same memory; keeps the device tensor's storage alive.
 at::Tensor cpu_alias(const at::Tensor& device_tensor);
 // A device tensor over what a CPU kernel allocated; accounted to the device and to its current stream.

@@ -3,7 +3,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include "runtime.h"
+#include "alias.h"
 
 // From <ATen/autocast_mode.h>, which would bring in every operator of ATen.
 namespace at::autocast {
@@ -35,7 +35,7 @@ using at::Tensor;
 using torch::jit::Stack;
 
 bool eligible(const Tensor& t) {
-  return t.defined() && t.device().type() == SIM && t.is_floating_point() && t.scalar_type() != at::kDouble;
+  return on_device(t) && t.is_floating_point() && t.scalar_type() != at::kDouble;
 }
 
 template <class Visit>

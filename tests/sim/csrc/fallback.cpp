@@ -20,7 +20,6 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using torch::jit::Stack;
 
-bool on_device(const Tensor& t) { return t.defined() && t.device().type() == SIM; }
 bool is_write(const c10::AliasInfo* alias) { return alias && alias->isWrite(); }
 std::string full_name(const c10::FunctionSchema& schema) {
   return schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();

@@ -33,7 +33,7 @@ bool is_device_operator(c10::ArrayRef<const c10::IValue> inputs) {
   bool found = false;
   for (const auto& value : inputs) {
     if (value.isDevice() && value.toDevice().type() == SIM) return true;
-    each_tensor(value, [&](const Tensor& t) { found |= t.defined() && t.device().type() == SIM; });
+    each_tensor(value, [&](const Tensor& t) { found |= on_device(t); });
   }
   return found;
 }

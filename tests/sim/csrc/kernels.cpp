@@ -14,7 +14,6 @@ namespace sim {
 namespace {
 
 constexpr c10::DispatchKeySet DENSE{c10::DispatchKey::PrivateUse1};
-bool on_device(const Tensor& t) { return t.device().type() == SIM; }
 
 c10::Device chosen(std::optional<c10::Device> device) {
   const auto index = device ? index_or_current(*device) : current_device();

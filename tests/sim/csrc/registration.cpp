@@ -46,6 +46,7 @@ TORCH_LIBRARY(sim, m) {
   m.def("kernel_begin(str name, Tensor[] reads, Tensor[] writes) -> ()", &sim::kernel_begin);
   m.def("kernel_end() -> ()", &sim::kernel_end);
   m.def("view_on_cpu(Tensor t) -> Tensor");
+  m.def("host_reads(Tensor t) -> ()", [](const at::Tensor&) {});  // an operator like any other: the host watch sees it
 }
 TORCH_LIBRARY_IMPL(sim, PrivateUse1, m) { m.impl("view_on_cpu", &sim::view_on_cpu); }
 
