@@ -34,6 +34,25 @@ def test_training(machine, needs, implementation, name):
         assert torch.equal(value, states[1][key]), f"rank 0 and rank 1 differ in {key}"
 
 
+@pytest.mark.parametrize("name", ["device_ids", "two devices", "own communication hook"])
+def test_without_its_waits_training_has_hazards(sim_machine, implementation, name):
+    """The zero of the other test is earned: the checker sees the order this implementation asks for."""
+    for found in sim_machine.on_ranks(WORLD, hazards_without_waits, implementation, name):
+        assert found
+
+
+def hazards_without_waits(machine: Machine, rank: int, world: int, implementation: str, name: str) -> list[str]:
+    from tests import sim
+
+    count = SCENARIOS[name].devices_per_rank
+    devices = [machine.device(index) for index in range(rank * count, (rank + 1) * count)]
+    with sim.left_out("waits"):
+        model = SCENARIOS[name].train(class_of(implementation), devices, rank)
+    torch.accelerator.synchronize()
+    del model
+    return machine.hazards()
+
+
 def train_and_check(machine: Machine, rank: int, world: int, implementation: str, name: str) -> dict[str, torch.Tensor]:
     scenario = SCENARIOS[name]
     count = scenario.devices_per_rank

@@ -186,6 +186,20 @@ def test_inputs_from_anywhere(machine, needs, implementation, start):
     machine.on_devices(forward_from, implementation, start)
 
 
+@pytest.mark.parametrize("kind", ["waits", "record_stream"])
+def test_without_its_ordering_a_forward_has_hazards(sim_machine, implementation, kind):
+    """The zero of the other tests is earned: the checker sees the order this implementation asks for."""
+    assert sim_machine.on_devices(hazards_without, implementation, kind)
+
+
+def hazards_without(machine: Machine, implementation: str, kind: str) -> list[str]:
+    from tests import sim
+
+    with sim.left_out(kind):
+        forward_from(machine, implementation, "pinned")
+    return machine.hazards()
+
+
 def _train(case: Case, model: nn.Module, where: str) -> Tensor:
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(STEPS):

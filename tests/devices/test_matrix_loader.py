@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -27,6 +28,21 @@ def batches(implementation: str, device: str) -> Iterator[tuple[Tensor, Tensor]]
 
 def test_batches_ahead(machine, implementation):
     machine.on_devices(consume, implementation)
+
+
+@pytest.mark.parametrize("kind", ["waits", "record_stream"])
+def test_without_its_ordering_loading_has_hazards(sim_machine, implementation, kind):
+    if implementation == "stock":
+        pytest.skip("torch's loader leaves the copies to the caller, who has one stream here")
+    assert sim_machine.on_devices(hazards_without, implementation, kind)
+
+
+def hazards_without(machine: Machine, implementation: str, kind: str) -> list[str]:
+    from tests import sim
+
+    with sim.left_out(kind):
+        consume(machine, implementation)
+    return machine.hazards()
 
 
 def consume(machine: Machine, implementation: str) -> None:

@@ -16,6 +16,7 @@ __all__ = [
     "load",
     "hazards",
     "raise_at_hazard",
+    "left_out",
     "op_counts",
     "thread_count",
     "forget_counts",
@@ -49,6 +50,19 @@ def hazards(*, clear: bool = True) -> list[str]:
 def raise_at_hazard(on: bool = True) -> None:
     """Raise where a hazard is found, for a traceback that leads to it. (A hazard at a free is still only listed.)"""
     torch.ops.sim.raise_at_hazard(on)
+
+
+@contextlib.contextmanager
+def left_out(kind: str) -> Iterator[None]:
+    """Run a program as if all its `waits` (of streams), `record_stream` or `synchronize` (of the host) were missing.
+
+    This also reaches calls made inside torch: by autograd, by Futures, by a reducer in C++.
+    """
+    torch.ops.sim.leave_out(kind, True)
+    try:
+        yield
+    finally:
+        torch.ops.sim.leave_out(kind, False)
 
 
 def op_counts(device: int) -> dict[str, int]:

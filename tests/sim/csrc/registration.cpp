@@ -39,6 +39,7 @@ TORCH_LIBRARY(sim, m) {
 
   m.def("hazards(bool clear) -> str[]", [](bool clear) { return sim::checker().hazards(clear); });
   m.def("raise_at_hazard(bool on) -> ()", [](bool on) { sim::checker().raise_at_hazard(on); });
+  m.def("leave_out(str kind, bool on) -> ()", &sim::leave_out);
   m.def("op_counts(int device) -> Dict(str, int)", &op_counts);
   m.def("thread_count(int device) -> int", [](int64_t d) { return sim::checker().thread_count(static_cast<int>(d)); });
   m.def("forget_counts() -> ()", [] { sim::checker().forget_counts(); });

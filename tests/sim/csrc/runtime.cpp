@@ -21,6 +21,10 @@ int configured_devices = 4;
 thread_local DeviceIndex thread_device = 0;
 thread_local std::array<c10::StreamId, MAX_DEVICES> thread_streams{};
 
+struct LeftOut {
+  std::atomic<bool> waits{false}, record_stream{false}, synchronize{false};
+} left_out;
+
 // ---- memory -------------------------------------------------------------------------------------
 
 constexpr size_t TOTAL_BYTES = size_t{16} << 30;
@@ -62,7 +66,7 @@ struct SimAllocator final : c10::DeviceAllocator {
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& pointer, Stream stream) override {
-    checker().used_on(pointer.get(), key_of(stream));
+    if (!left_out.record_stream) checker().used_on(pointer.get(), key_of(stream));
   }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(DeviceIndex device) override {
     std::lock_guard lock(statistics_mutex);
@@ -149,13 +153,17 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
   }
   void destroyEvent(void* handle, const DeviceIndex) const noexcept override { delete event_of(handle); }
   void block(void* handle, const Stream& stream) const override {
-    if (handle) checker().wait(key_of(stream), event_of(handle)->clock);
+    if (handle && !left_out.waits) checker().wait(key_of(stream), event_of(handle)->clock);
   }
   void synchronizeEvent(void* handle) const override {
-    if (handle) checker().synchronize(event_of(handle)->clock);
+    if (handle && !left_out.synchronize) checker().synchronize(event_of(handle)->clock);
   }
-  void synchronizeStream(const Stream& stream) const override { checker().synchronize(key_of(stream)); }
-  void synchronizeDevice(const DeviceIndex device) const override { checker().synchronize_device(device); }
+  void synchronizeStream(const Stream& stream) const override {
+    if (!left_out.synchronize) checker().synchronize(key_of(stream));
+  }
+  void synchronizeDevice(const DeviceIndex device) const override {
+    if (!left_out.synchronize) checker().synchronize_device(device);
+  }
 
   // Work that nobody has waited for is answered "not yet" once and "done" the next time, so that both branches of
   // a caller that polls are run and every polling loop ends. "Done" tells the host, as it does on a real device.
@@ -270,6 +278,17 @@ void set_device_count(int64_t count) {
 
 void check_index(int64_t index) {
   TORCH_CHECK(index >= 0 && index < device_count(), "sim: invalid device ordinal ", index, ", there are ", device_count());
+}
+
+void leave_out(std::string kind, bool on) {
+  if (kind == "waits")
+    left_out.waits = on;
+  else if (kind == "record_stream")
+    left_out.record_stream = on;
+  else if (kind == "synchronize")
+    left_out.synchronize = on;
+  else
+    TORCH_CHECK(false, "sim: cannot leave out ", kind);
 }
 
 DeviceIndex current_device() { return thread_device; }
