@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def sim_machine() -> Machine:
     """Simulated devices; skips where they cannot be built, fails where building them goes wrong."""
+    if chosen_device_type() != "sim":
+        pytest.skip(f"about simulated devices; this run is on {chosen_device_type()}")
     try:
         library()
     except SimUnavailable as reason:

@@ -18,8 +18,8 @@ __all__ = ["stock_data_parallel"]
 
 @contextlib.contextmanager
 def stock_data_parallel() -> Iterator[type[torch.nn.DataParallel]]:
-    """`nn.DataParallel`, with what it lacks on this device filled in; unchanged where torch has CUDA."""
-    if hasattr(torch._C, "_scatter"):
+    """`nn.DataParallel`, with what it lacks on this accelerator filled in; unchanged on CUDA."""
+    if torch.accelerator.current_accelerator().type == "cuda":
         yield torch.nn.DataParallel
         return
     functions = {"_scatter": _scatter, "_gather": _gather, "_broadcast_coalesced": _broadcast_coalesced}
