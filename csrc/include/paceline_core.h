@@ -1,5 +1,180 @@
+/* The C ABI of Paceline's native core: collectives over shared memory for the ranks of one host.
+ *
+ * Plain C, no torch, no Python. Every function that can fail returns a plc_status; nothing prints, nothing exits.
+ * Every wait has a deadline, notices peers that died, and can be ended by plc_comm_abort from another thread.
+ * No global state: a process may hold any number of communicators.
+ */
 #ifndef PACELINE_CORE_H
 #define PACELINE_CORE_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
 #define PLC_API __attribute__((visibility("default")))
+
+/* Raised whenever this file changes in a way that older callers would not survive. */
+#define PLC_ABI_VERSION 1
+
+#define PLC_MAX_RANKS 1024
+#define PLC_ANY_SOURCE (-1)
+
+typedef enum {
+    PLC_OK = 0,
+    PLC_MISMATCH = 1,  /* ranks made different calls; plc_comm_calls tells which */
+    PLC_TIMEOUT = 2,   /* the deadline passed; plc_comm_failure tells who is missing */
+    PLC_PEER_LOST = 3, /* a peer's process ended */
+    PLC_PEER_LEFT = 4, /* a peer left the communicator in good order while this rank needed it */
+    PLC_ABORTED = 5,   /* plc_comm_abort was called, here or by a peer, or a peer gave up */
+    PLC_INVALID = 6,   /* arguments that cannot be served */
+    PLC_SYSTEM = 7,    /* the operating system refused; errno is kept */
+    PLC_PENDING = 8,   /* not finished yet */
+    PLC_SIZE = 9,      /* a received message has another size than the buffer given for it */
+} plc_status;
+
+typedef enum {
+    PLC_U8, PLC_I8, PLC_U16, PLC_I16, PLC_U32, PLC_I32, PLC_U64, PLC_I64,
+    PLC_F16, PLC_BF16, PLC_F32, PLC_F64, PLC_C32, PLC_C64, PLC_C128, PLC_BOOL,
+    PLC_BYTES, /* any element type, moved and never reduced */
+    PLC_DTYPES
+} plc_dtype;
+
+typedef enum {
+    PLC_SUM, PLC_AVG, PLC_PRODUCT, PLC_MIN, PLC_MAX, PLC_BAND, PLC_BOR, PLC_BXOR, PLC_PREMUL_SUM,
+    PLC_OPS
+} plc_op;
+
+typedef enum {
+    PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
+    PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
+    PLC_KINDS
+} plc_kind;
+
+typedef struct plc_comm plc_comm;
+
+/* What a rank says about its call before anyone touches data. Peers compare it. */
+typedef struct {
+    uint64_t sequence; /* number of this call on this communicator */
+    uint32_t kind, dtype, op;
+    int32_t root;
+    uint64_t count; /* elements (bytes for PLC_BYTES) this rank contributes */
+    uint64_t label; /* the caller's own word about the call (say, the element type behind PLC_BYTES) */
+} plc_call;
+
+/* One collective. Pointers stay valid until it has finished. */
+typedef struct {
+    uint32_t kind, dtype, op;
+    int32_t root;
+    uint64_t label;
+    uint64_t count;             /* elements of `input` (of each block for REDUCE_SCATTER with equal blocks) */
+    const void *input;
+    void *output;               /* may equal input */
+    const void *const *inputs;  /* one pointer a rank: SCATTER (root), REDUCE_SCATTER, ALLTOALL */
+    void *const *outputs;       /* one pointer a rank: ALLGATHER, GATHER (root), ALLTOALL */
+    const uint64_t *in_counts;  /* elements a rank, beside inputs */
+    const uint64_t *out_counts; /* elements a rank, beside outputs */
+    double factor;              /* PLC_PREMUL_SUM */
+    int64_t timeout_ns;         /* relative; negative: the communicator's */
+    /* Filled in by the core. */
+    uint32_t status;            /* plc_status, PLC_PENDING until done */
+    uint32_t finished;          /* becomes 1, a futex word */
+    void *next;
+} plc_request;
+
+/* One message between two ranks. */
+typedef struct {
+    int32_t peer;       /* source or destination; PLC_ANY_SOURCE for a receive */
+    int32_t tag;
+    void *buffer;
+    uint64_t bytes;
+    int64_t timeout_ns;
+    /* Filled in by the core. */
+    int32_t source;     /* who sent it */
+    uint32_t is_send;
+    uint64_t found_bytes; /* size of the message that came, for PLC_SIZE */
+    uint64_t moved;
+    int64_t deadline_ns;
+    uint32_t status;
+    uint32_t finished;
+    void *next;
+} plc_message;
+
+typedef struct {
+    uint64_t slot_bytes; /* staging per rank and buffer; bounds memory whatever the message size */
+    uint64_t ring_bytes; /* staging per ordered pair of ranks, for messages; a power of two */
+    int64_t timeout_ns;  /* default deadline of every call */
+    int64_t spin_ns;     /* how long a wait spins before it sleeps */
+} plc_config;
+
+typedef struct {
+    uint32_t status;
+    int32_t rank;           /* the peer concerned, -1 if none */
+    uint64_t sequence;      /* call in which it was noticed */
+    uint32_t missing_count;
+    uint32_t missing[PLC_MAX_RANKS]; /* ranks that had not arrived */
+} plc_failure;
+
+/* --- about the library ------------------------------------------------------------------------------------------ */
 PLC_API int plc_abi_version(void);
+PLC_API const char *plc_instruction_set(void);
+PLC_API uint64_t plc_element_bytes(uint32_t dtype);
+/* out = op over inputs[0..ranks-1], in that order, with the arithmetic of ALLREDUCE. */
+PLC_API int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype,
+                             uint32_t op, double factor);
+/* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue elsewhere. */
+PLC_API int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor);
+/* A digest of bytes, the same on every machine of one byte order. */
+PLC_API uint64_t plc_digest(const void *data, uint64_t bytes, uint64_t seed);
+
+/* --- communicators ---------------------------------------------------------------------------------------------- */
+PLC_API uint64_t plc_segment_bytes(uint32_t ranks, const plc_config *config);
+/* Prepare a fresh mapping-sized file for `ranks` ranks. Called once, by the rank that made the descriptor. */
+PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config, const uint64_t nonce[2]);
+/* Join through a descriptor, or through an existing mapping when fd is -1 (ranks as threads). pidfds: one descriptor
+ * a rank, -1 where liveness cannot be watched; owned by the caller, kept open while the communicator lives. */
+PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
+                          const plc_config *config, const int *pidfds, plc_comm **out);
+/* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
+PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
+PLC_API void plc_comm_leave(plc_comm *comm);
+PLC_API int plc_comm_abort(plc_comm *comm);
+PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
+PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's last compared call */
+PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
+/* Say and read a pid, so that peers can name each other. */
+PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
+PLC_API int plc_comm_peer_left(plc_comm *comm, uint32_t rank);
+
+/* --- collectives ------------------------------------------------------------------------------------------------ */
+PLC_API int plc_run(plc_comm *comm, plc_request *request);       /* returns when done */
+PLC_API int plc_submit(plc_comm *comm, plc_request *request);    /* returns at once */
+PLC_API int plc_request_wait(plc_comm *comm, plc_request *request, int64_t timeout_ns);
+/* The short road for the most frequent call. */
+PLC_API int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, double factor,
+                          int64_t timeout_ns);
+
+/* --- messages --------------------------------------------------------------------------------------------------- */
+PLC_API int plc_send(plc_comm *comm, plc_message *message);
+PLC_API int plc_receive(plc_comm *comm, plc_message *message);
+PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns);
+
+/* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
+typedef struct plc_arena plc_arena;
+PLC_API uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets);
+PLC_API int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out);
+PLC_API void plc_arena_close(plc_arena *arena);
+PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
+/* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks. */
+PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype,
+                              uint32_t op);
+/* This rank's share of the bucket is in place. Never blocks. */
+PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
+/* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. */
+PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
+
+#ifdef __cplusplus
+}
+#endif
 #endif

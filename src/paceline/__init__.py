@@ -24,10 +24,16 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
-    pass
+    from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
-_LAZY: dict[str, str] = {}
+_LAZY: dict[str, str] = {
+    "DataLoader": "paceline.data",
+    "DistributedSampler": "paceline.data",
+    "Evaluation": "paceline.data",
+    "GlobalBatchSampler": "paceline.data",
+    "ShardedIterable": "paceline.data",
+}
 
 __all__ = [
     "__version__",
@@ -40,6 +46,11 @@ __all__ = [
     "GroupAborted",
     "LaunchError",
     "NativeError",
+    "DataLoader",
+    "DistributedSampler",
+    "Evaluation",
+    "GlobalBatchSampler",
+    "ShardedIterable",
 ]
 
 

@@ -1,14 +1,6 @@
-"""The `paceline` backend of torch.distributed."""
+"""The `paceline` backend of torch.distributed: shared memory inside a host, Gloo between hosts."""
 
-from __future__ import annotations
+from paceline.groups.creation import create_group
+from paceline.groups.process_group import PacelineGroup
 
-from typing import Any
-
-from paceline.errors import NativeError
-
-__all__ = ["create_group"]
-
-
-def create_group(options: Any, backend_options: Any) -> Any:
-    """Called by torch.distributed to create a group of this backend."""
-    raise NativeError("the paceline backend is not part of this build yet; use backend='gloo'")
+__all__ = ["PacelineGroup", "create_group"]

@@ -1,0 +1,141 @@
+/* Communicators: format a segment, join it, leave it, and ask about it. */
+#include <errno.h>
+#include <stdlib.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "internal.h"
+
+int plc_abi_version(void) { return PLC_ABI_VERSION; }
+
+static uint64_t records_end(uint32_t ranks) {
+    return ALIGN_UP(offsetof(segment, records) + ranks * sizeof(rank_record), 4096);
+}
+
+static uint64_t channel_bytes(const plc_config *config) { return sizeof(channel) + config->ring_bytes; }
+
+uint64_t plc_segment_bytes(uint32_t ranks, const plc_config *config) {
+    uint64_t slots = 2ull * ranks * config->slot_bytes;
+    uint64_t channels = (uint64_t)ranks * ranks * channel_bytes(config);
+    return ALIGN_UP(records_end(ranks) + slots + channels, 4096);
+}
+
+unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot) {
+    const segment *s = comm->shared;
+    return (unsigned char *)s + s->slots_at + (2ull * rank + slot) * s->config.slot_bytes;
+}
+
+channel *channel_of(const plc_comm *comm, uint32_t from, uint32_t to) {
+    const segment *s = comm->shared;
+    uint64_t index = (uint64_t)from * comm->ranks + to;
+    return (channel *)((unsigned char *)s + s->channels_at + index * channel_bytes(&s->config));
+}
+
+static bool config_is_sound(uint32_t ranks, const plc_config *c) {
+    return ranks >= 1 && ranks <= PLC_MAX_RANKS && c->slot_bytes >= 4096 && c->slot_bytes % 4096 == 0 &&
+           /* the size tables of an all-to-all must fit, and every rank's part of a slot must hold an element */
+           c->slot_bytes >= 64ull * ranks && c->ring_bytes >= 4096 && (c->ring_bytes & (c->ring_bytes - 1)) == 0;
+}
+
+int plc_segment_format(int fd, uint32_t ranks, const plc_config *config, const uint64_t nonce[2]) {
+    if (!config_is_sound(ranks, config)) return PLC_INVALID;
+    uint64_t bytes = plc_segment_bytes(ranks, config);
+    if (ftruncate(fd, (off_t)bytes) != 0) return PLC_SYSTEM;
+    segment *s = mmap(NULL, records_end(ranks), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (s == MAP_FAILED) return PLC_SYSTEM;
+    s->abi = PLC_ABI_VERSION;
+    s->ranks = ranks;
+    s->nonce[0] = nonce[0];
+    s->nonce[1] = nonce[1];
+    s->bytes = bytes;
+    s->slots_at = records_end(ranks);
+    s->channels_at = s->slots_at + 2ull * ranks * config->slot_bytes;
+    s->config = *config;
+    s->magic = SEGMENT_MAGIC;
+    munmap(s, records_end(ranks));
+    return PLC_OK;
+}
+
+static bool segment_fits(const segment *s, uint32_t ranks, const uint64_t nonce[2]) {
+    return s->magic == SEGMENT_MAGIC && s->abi == PLC_ABI_VERSION && s->ranks == ranks && s->nonce[0] == nonce[0] &&
+           s->nonce[1] == nonce[1];
+}
+
+int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
+                  const plc_config *config, const int *pidfds, plc_comm **out) {
+    if (!config_is_sound(ranks, config) || rank >= ranks) return PLC_INVALID;
+    uint64_t bytes = plc_segment_bytes(ranks, config);
+    segment *s = mapping;
+    if (s == NULL) s = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    if (s == MAP_FAILED) return PLC_SYSTEM;
+    plc_comm *comm = calloc(1, sizeof *comm);
+    int *fds = malloc(ranks * sizeof *fds);
+    plc_call *calls = calloc(ranks, sizeof *calls);
+    if (!segment_fits(s, ranks, nonce) || s->bytes != bytes || comm == NULL || fds == NULL || calls == NULL) {
+        bool out_of_memory = comm == NULL || fds == NULL || calls == NULL;
+        free(comm), free(fds), free(calls);
+        if (mapping == NULL) munmap(s, bytes);
+        errno = out_of_memory ? ENOMEM : EPROTO;
+        return PLC_SYSTEM;
+    }
+    for (uint32_t r = 0; r < ranks; r++) fds[r] = pidfds == NULL ? -1 : pidfds[r];
+    comm->rank = rank;
+    comm->ranks = ranks;
+    comm->shared = s;
+    comm->owns_mapping = mapping == NULL;
+    comm->config = *config;
+    comm->pidfds = fds;
+    comm->last_calls = calls;
+    comm->failure.rank = -1;
+    pthread_mutex_init(&comm->failure_lock, NULL);
+    pthread_mutex_init(&comm->queue_lock, NULL);
+    pthread_cond_init(&comm->queue_changed, NULL);
+    pthread_mutex_init(&comm->post_lock, NULL);
+    s->records[rank].pid = (int32_t)getpid();
+    atomic_store(&s->records[rank].state, STATE_JOINED);
+    *out = comm;
+    return PLC_OK;
+}
+
+void plc_comm_leave(plc_comm *comm) {
+    atomic_store(&comm->leaving, true); /* ends whatever our own threads are waiting for */
+    queue_close(comm);
+    post_office_close(comm);
+    segment *s = comm->shared;
+    atomic_store(&s->records[comm->rank].state, STATE_LEFT);
+    for (uint32_t r = 0; r < comm->ranks; r++) advance(&s->records[r].doorbell, 1);
+    futex_wake_all(&s->arrivals.value);
+    if (comm->owns_mapping) munmap(s, s->bytes);
+    pthread_mutex_destroy(&comm->failure_lock);
+    pthread_mutex_destroy(&comm->queue_lock);
+    pthread_cond_destroy(&comm->queue_changed);
+    pthread_mutex_destroy(&comm->post_lock);
+    free(comm->pidfds);
+    free(comm->last_calls);
+    free(comm);
+}
+
+/* May be called from any thread, while others wait. */
+int plc_comm_abort(plc_comm *comm) {
+    raise_failure(comm, PLC_ABORTED, (int32_t)comm->rank);
+    for (uint32_t r = 0; r < comm->ranks; r++) advance(&comm->shared->records[r].doorbell, 1);
+    return PLC_OK;
+}
+
+void plc_comm_failure(plc_comm *comm, plc_failure *out) {
+    pthread_mutex_lock(&comm->failure_lock);
+    *out = comm->failure;
+    pthread_mutex_unlock(&comm->failure_lock);
+}
+
+void plc_comm_calls(plc_comm *comm, plc_call *out) { memcpy(out, comm->last_calls, comm->ranks * sizeof *out); }
+
+uint64_t plc_comm_sequence(plc_comm *comm) { return comm->sequence; }
+
+int plc_comm_peer_pid(plc_comm *comm, uint32_t rank) {
+    return rank < comm->ranks ? comm->shared->records[rank].pid : -1;
+}
+
+int plc_comm_peer_left(plc_comm *comm, uint32_t rank) {
+    return rank < comm->ranks && atomic_load(&comm->shared->records[rank].state) == STATE_LEFT;
+}

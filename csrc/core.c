@@ -1,2 +1,0 @@
-#include "paceline_core.h"
-int plc_abi_version(void) { return 1; }

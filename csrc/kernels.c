@@ -1,0 +1,193 @@
+/* Reductions: out[i] = op over ranks of inputs[r][i], always in ascending order of rank.
+ *
+ * float16 and bfloat16 accumulate in float32 and round once. No multiply-add is fused (see the build flags), and every
+ * instruction set does the same operations in the same order, so all machines of one kind give the same bits.
+ * The loops are plain C; `kernels_for_isa.h` compiles them once per instruction set and the best is chosen at run time.
+ */
+#include "internal.h"
+
+/* The output may be one of the inputs, at the same index: no loop here carries a dependence. */
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+#define INLINE static inline __attribute__((always_inline))
+
+typedef void (*kernel)(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, double factor,
+                       uint64_t divisor);
+typedef struct {
+    float re, im;
+} complex64;
+typedef struct {
+    double re, im;
+} complex128;
+typedef struct {
+    uint16_t re, im;
+} complex32;
+
+INLINE float bits_to_float(uint32_t u) {
+    float f;
+    memcpy(&f, &u, sizeof f);
+    return f;
+}
+
+INLINE uint32_t float_to_bits(float f) {
+    uint32_t u;
+    memcpy(&u, &f, sizeof u);
+    return u;
+}
+
+/* Branch-free selections below, so that the compiler can vectorise them. */
+INLINE float load_f16(uint16_t h) {
+    uint32_t shifted = (uint32_t)(h & 0x7fff) << 13;
+    uint32_t exponent = shifted & (0x7c00u << 13);
+    uint32_t normal = shifted + ((127u - 15u) << 23);
+    uint32_t special = normal + ((128u - 16u) << 23);
+    uint32_t tiny = float_to_bits(bits_to_float(normal + (1u << 23)) - bits_to_float(113u << 23));
+    uint32_t magnitude = exponent == (0x7c00u << 13) ? special : exponent == 0 ? tiny : normal;
+    return bits_to_float(magnitude | ((uint32_t)(h & 0x8000) << 16));
+}
+
+INLINE uint16_t store_f16(float f) {
+    const uint32_t half_of_tiny = (127u - 15u + 23u - 10u + 1u) << 23; /* adding it rounds a subnormal in place */
+    uint32_t u = float_to_bits(f), sign = u & 0x80000000u;
+    u ^= sign;
+    uint32_t large = u > (255u << 23) ? 0x7e00u : 0x7c00u;
+    uint32_t tiny = float_to_bits(bits_to_float(u) + bits_to_float(half_of_tiny)) - half_of_tiny;
+    uint32_t normal = (u - ((127u - 15u) << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
+    uint32_t magnitude = u >= ((127u + 16u) << 23) ? large : u < (113u << 23) ? tiny : normal;
+    return (uint16_t)(magnitude | (sign >> 16));
+}
+
+INLINE float load_bf16(uint16_t h) { return bits_to_float((uint32_t)h << 16); }
+
+INLINE uint16_t store_bf16(float f) {
+    uint32_t u = float_to_bits(f);
+    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    return (uint16_t)((u & 0x7fffffffu) > (255u << 23) ? 0x7fc0u : rounded);
+}
+
+#define KEEP(x) (x)
+#define AS_BOOL(x) ((uint8_t)((x) != 0))
+
+#define OP_SUM(a, b) ((a) + (b))
+#define OP_PRODUCT(a, b) ((a) * (b))
+/* A NaN on any rank is a NaN in the result, whatever its rank. */
+#define OP_MIN(a, b) (((a) != (a) || (a) < (b)) ? (a) : (b))
+#define OP_MAX(a, b) (((a) != (a) || (a) > (b)) ? (a) : (b))
+#define OP_IMIN(a, b) ((a) < (b) ? (a) : (b))
+#define OP_IMAX(a, b) ((a) > (b) ? (a) : (b))
+#define OP_BAND(a, b) ((a) & (b))
+#define OP_BOR(a, b) ((a) | (b))
+#define OP_BXOR(a, b) ((a) ^ (b))
+
+#define ISA_NAME(name) name##_portable
+#define ISA_TARGET
+#include "kernels_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+
+#if defined(__x86_64__)
+#define ISA_NAME(name) name##_avx2
+#define ISA_TARGET __attribute__((target("avx2")))
+#include "kernels_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+
+#define ISA_NAME(name) name##_avx512
+#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#include "kernels_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+#endif
+
+typedef const kernel (*kernel_table)[PLC_OPS];
+
+static kernel_table choose(const char **name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl")) {
+        *name = "avx512";
+        return table_avx512;
+    }
+    if (__builtin_cpu_supports("avx2")) {
+        *name = "avx2";
+        return table_avx2;
+    }
+    *name = "sse2";
+#elif defined(__aarch64__)
+    *name = "neon"; /* part of the base instruction set there */
+#else
+    *name = "portable";
+#endif
+    return table_portable;
+}
+
+const char *plc_instruction_set(void) {
+    const char *name;
+    choose(&name);
+    return name;
+}
+
+uint64_t plc_element_bytes(uint32_t dtype) {
+    static const uint8_t bytes[PLC_DTYPES] = {
+        [PLC_U8] = 1, [PLC_I8] = 1, [PLC_U16] = 2, [PLC_I16] = 2, [PLC_U32] = 4, [PLC_I32] = 4, [PLC_U64] = 8,
+        [PLC_I64] = 8, [PLC_F16] = 2, [PLC_BF16] = 2, [PLC_F32] = 4, [PLC_F64] = 8, [PLC_C32] = 4, [PLC_C64] = 8,
+        [PLC_C128] = 16, [PLC_BOOL] = 1, [PLC_BYTES] = 1};
+    return dtype < PLC_DTYPES ? bytes[dtype] : 0;
+}
+
+static kernel kernel_for(uint32_t dtype, uint32_t op) {
+    const char *name;
+    if (dtype >= PLC_DTYPES || op >= PLC_OPS) return NULL;
+    return choose(&name)[dtype][op];
+}
+
+bool can_reduce(uint32_t dtype, uint32_t op) { return kernel_for(dtype, op) != NULL; }
+
+void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
+                      double factor, uint64_t divisor) {
+    kernel_for(dtype, op)(out, inputs, ranks, count, factor, divisor);
+}
+
+void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
+                  double factor) {
+    reduce_block_for(out, inputs, ranks, count, dtype, op, factor, ranks);
+}
+
+int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
+                     double factor) {
+    if (!can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
+    reduce_block(out, inputs, ranks, count, dtype, op, factor);
+    return PLC_OK;
+}
+
+int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor) {
+    if (!can_reduce(dtype, PLC_AVG) || divisor == 0) return PLC_INVALID;
+    const void *inputs[1] = {data};
+    reduce_block_for(data, inputs, 1, count, dtype, PLC_AVG, 1.0, divisor);
+    return PLC_OK;
+}
+
+/* Four independent multiply-rotate lanes over 8-byte words: as fast as memory, and any changed bit shows. */
+uint64_t plc_digest(const void *data, uint64_t bytes, uint64_t seed) {
+    const uint64_t p = 0x9e3779b97f4a7c15ull;
+    const unsigned char *at = data;
+    uint64_t lane[4] = {seed ^ p, seed + p, seed ^ (p << 1), seed - p}, rest = bytes;
+    for (; rest >= 32; rest -= 32, at += 32) {
+        for (int i = 0; i < 4; i++) {
+            uint64_t word;
+            memcpy(&word, at + 8 * i, 8);
+            lane[i] = (lane[i] ^ word) * p;
+            lane[i] ^= lane[i] >> 29;
+        }
+    }
+    uint64_t hash = bytes * p;
+    for (int i = 0; i < 4; i++) hash = ((hash ^ lane[i]) * p) ^ (hash >> 31);
+    for (; rest > 0; rest--, at++) hash = (hash ^ *at) * 0x100000001b3ull;
+    hash ^= hash >> 33;
+    hash *= p;
+    return hash ^ (hash >> 29);
+}

@@ -1,0 +1,135 @@
+/* Running collectives: at once on the caller's thread, or in order on one thread per communicator. */
+#include <errno.h>
+#include <stdlib.h>
+#include <time.h>
+
+#include "internal.h"
+
+static bool request_is_sound(const plc_comm *comm, const plc_request *q) {
+    if (q->kind >= PLC_KINDS || q->dtype >= PLC_DTYPES) return false;
+    bool reduces = q->kind == PLC_ALLREDUCE || q->kind == PLC_REDUCE || q->kind == PLC_REDUCE_SCATTER;
+    if (reduces && !can_reduce(q->dtype, q->op)) return false;
+    bool rooted = q->kind == PLC_REDUCE || q->kind == PLC_BROADCAST || q->kind == PLC_GATHER || q->kind == PLC_SCATTER;
+    return !rooted || (q->root >= 0 && (uint32_t)q->root < comm->ranks);
+}
+
+static int execute(plc_comm *comm, const plc_request *q) {
+    static int (*const collectives[PLC_KINDS])(passage *) = {
+        [PLC_BARRIER] = run_barrier,     [PLC_ALLREDUCE] = run_allreduce, [PLC_REDUCE] = run_reduce,
+        [PLC_BROADCAST] = run_broadcast, [PLC_ALLGATHER] = run_allgather, [PLC_GATHER] = run_allgather,
+        [PLC_SCATTER] = run_alltoall,    [PLC_ALLTOALL] = run_alltoall,   [PLC_REDUCE_SCATTER] = run_reduce_scatter,
+    };
+    if (!request_is_sound(comm, q)) return PLC_INVALID;
+    int failure = known_failure(comm);
+    if (failure != PLC_OK) return failure;
+    comm->sequence++;
+    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm)};
+    return collectives[q->kind](&at);
+}
+
+static void finish(plc_request *q, int status) {
+    q->status = (uint32_t)status;
+    _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
+    atomic_store(finished, 1);
+    futex_wake_all(finished);
+}
+
+static void *work(void *argument) {
+    plc_comm *comm = argument;
+    pthread_mutex_lock(&comm->queue_lock);
+    for (;;) {
+        while ((comm->queue_head == NULL || comm->running) && !comm->stopping)
+            pthread_cond_wait(&comm->queue_changed, &comm->queue_lock);
+        if (comm->stopping) break;
+        plc_request *q = comm->queue_head;
+        comm->running = true;
+        pthread_mutex_unlock(&comm->queue_lock);
+        int status = execute(comm, q);
+        pthread_mutex_lock(&comm->queue_lock);
+        comm->running = false;
+        comm->queue_head = q->next;
+        if (comm->queue_head == NULL) comm->queue_tail = NULL;
+        pthread_cond_broadcast(&comm->queue_changed);
+        finish(q, status); /* last: the request may be freed from here on */
+    }
+    while (comm->queue_head != NULL) {
+        plc_request *q = comm->queue_head;
+        comm->queue_head = q->next;
+        finish(q, PLC_ABORTED);
+    }
+    pthread_mutex_unlock(&comm->queue_lock);
+    return NULL;
+}
+
+/* With the lock held. */
+static int append(plc_comm *comm, plc_request *q) {
+    if (!comm->worker_started) {
+        int error = pthread_create(&comm->worker, NULL, work, comm);
+        if (error != 0) {
+            errno = error;
+            return PLC_SYSTEM;
+        }
+        comm->worker_started = true;
+    }
+    q->status = PLC_PENDING;
+    q->finished = 0;
+    q->next = NULL;
+    if (comm->queue_tail == NULL) comm->queue_head = q;
+    else comm->queue_tail->next = q;
+    comm->queue_tail = q;
+    pthread_cond_broadcast(&comm->queue_changed);
+    return PLC_OK;
+}
+
+int plc_submit(plc_comm *comm, plc_request *q) {
+    pthread_mutex_lock(&comm->queue_lock);
+    int status = append(comm, q);
+    pthread_mutex_unlock(&comm->queue_lock);
+    return status;
+}
+
+int plc_run(plc_comm *comm, plc_request *q) {
+    pthread_mutex_lock(&comm->queue_lock);
+    bool idle = comm->queue_head == NULL && !comm->running;
+    int status = PLC_OK;
+    if (idle) comm->running = true;
+    else status = append(comm, q);
+    pthread_mutex_unlock(&comm->queue_lock);
+    if (status != PLC_OK) return status;
+    if (!idle) return plc_request_wait(comm, q, -1);
+    status = execute(comm, q);
+    q->status = (uint32_t)status;
+    pthread_mutex_lock(&comm->queue_lock);
+    comm->running = false;
+    if (comm->queue_head != NULL) pthread_cond_broadcast(&comm->queue_changed);
+    pthread_mutex_unlock(&comm->queue_lock);
+    return status;
+}
+
+/* A request ends by itself at its own deadline, so waiting without a limit is safe; a limit makes it PLC_PENDING. */
+int plc_request_wait(plc_comm *comm, plc_request *q, int64_t timeout_ns) {
+    _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+    (void)comm;
+    while (atomic_load(finished) == 0) {
+        int64_t left = deadline - now_ns();
+        if (left <= 0) return PLC_PENDING;
+        futex_wait(finished, 0, MIN(left, 1000000000));
+    }
+    return (int)q->status;
+}
+
+int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, double factor,
+                  int64_t timeout_ns) {
+    plc_request q = {.kind = PLC_ALLREDUCE, .dtype = dtype, .op = op, .root = -1, .count = count, .input = data,
+                     .output = data, .factor = factor, .timeout_ns = timeout_ns};
+    return plc_run(comm, &q);
+}
+
+void queue_close(plc_comm *comm) {
+    pthread_mutex_lock(&comm->queue_lock);
+    comm->stopping = true;
+    pthread_cond_broadcast(&comm->queue_changed);
+    pthread_mutex_unlock(&comm->queue_lock);
+    if (comm->worker_started) pthread_join(comm->worker, NULL);
+}

@@ -1,0 +1,41 @@
+"""Sums without rounding: the result does not depend on the order, the batches or the ranks the numbers came in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+__all__ = ["ExactSum"]
+
+
+class ExactSum:
+    """Adds floats exactly. What it holds is a handful of floats whose true sum is the true sum of all that was added.
+
+    `math.fsum` rounds the exact sum once. Subtracting that and summing again gives what the rounding lost, and so on
+    until nothing is lost: two or three terms for ordinary numbers.
+    """
+
+    def __init__(self, terms: Iterable[float] = ()) -> None:
+        self.terms: list[float] = []
+        self.add(terms)
+
+    def add(self, numbers: Iterable[float]) -> None:
+        rest = [*self.terms, *numbers]
+        self.terms = []
+        while (term := _fsum(rest)) != 0.0:
+            self.terms.append(term)
+            if not math.isfinite(term):
+                return
+            rest.append(-term)
+
+    @property
+    def value(self) -> float:
+        """The sum, rounded once."""
+        return _fsum(self.terms)
+
+
+def _fsum(numbers: list[float]) -> float:
+    try:
+        return math.fsum(numbers)
+    except ValueError:  # infinities of both signs
+        return math.nan

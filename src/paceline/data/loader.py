@@ -1,0 +1,236 @@
+"""DataLoader: torch's, with global batches, seeds for each sample, a position to save and batches moved ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.utils.data
+from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
+
+from paceline.data.global_batch import GlobalBatchSampler
+from paceline.data.keys import check_seed
+from paceline.data.making import BatchMaker, Recipe, StreamMaker, as_it_is, draws_nothing
+from paceline.data.plan import GlobalPlan, Plan, SamplerPlan, StreamPlan
+from paceline.data.sharded import ShardedIterable
+from paceline.data.split import Share
+from paceline.data.transfer import find_device, is_accelerator, on_device
+from paceline.errors import ConfigError
+
+__all__ = ["DataLoader", "LearnsOfTheEnd"]
+
+_T = TypeVar("_T")
+
+
+class LearnsOfTheEnd(Protocol):
+    """A model that wants to know when its rank has run out of data, to let the other ranks go on."""
+
+    def no_more_data(self, optimizer: Any = ..., /) -> Any: ...
+
+
+class DataLoader(torch.utils.data.DataLoader[_T]):
+    """`torch.utils.data.DataLoader` for training on many ranks.
+
+    Without a sampler, `batch_size` counts the samples of all ranks together, each rank loads its own share of every
+    global batch (see `GlobalBatchSampler`; an iterable dataset goes through `ShardedIterable`), and epochs advance by
+    themselves. With `sampler` or `batch_sampler` the arguments mean what they mean to torch.
+
+    - Random numbers drawn while a sample is made (Python's, numpy's, torch's) depend on `seed`, the epoch and the
+      sample's index alone: the same at every world size and number of workers. The training loop's own are untouched.
+    - `state_dict()` is the position after the batch that the training loop received last, whatever is prefetched.
+      Load it into a loader of any world size and number of workers.
+    - A rank whose share of the last global batch is empty gets a batch of zero samples with the structure, shapes and
+      types of the others, so that all ranks make the same number of steps.
+
+    Args beyond torch's:
+        seed: of the order and of the samples' random numbers; the sampler's, or 0.
+        device: move batches there; on an accelerator, one step ahead. "auto" is this rank's accelerator.
+        model: is told `model.no_more_data()` when an epoch's data is at its end. For samplers that give ranks different
+            numbers of batches; global batches end on all ranks at once.
+        optimizer: is handed on, `model.no_more_data(optimizer)`, to take the other ranks' last steps along.
+        rank, world_size: both, or neither to take them from the default group or the launcher's environment.
+        seed_samples: False saves the time for seeding, if loading draws no random numbers.
+        empty_batch: makes a batch of zero samples from a batch of one. Needed only for batches that are neither
+            tensors nor lists, tuples and mappings of them.
+        pin_memory: None, the default, pins when `device` is an accelerator.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[_T],
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        sampler: Sampler[Any] | Iterable[Any] | None = None,
+        batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[_T]], Any] | None = None,
+        pin_memory: bool | None = None,
+        drop_last: bool = False,
+        timeout: float = 0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        generator: torch.Generator | None = None,
+        *,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        in_order: bool = True,
+        seed: int | None = None,
+        device: torch.device | str | int | None = None,
+        model: LearnsOfTheEnd | None = None,
+        optimizer: Any = None,
+        rank: int | None = None,
+        world_size: int | None = None,
+        seed_samples: bool = True,
+        empty_batch: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.device = find_device(device)
+        self.model, self.optimizer = _check_model(model), optimizer
+        own_batches = sampler is None and batch_sampler is None and batch_size is not None
+        source: Any = dataset
+        if own_batches and not isinstance(source, ShardedIterable):
+            place: dict[str, Any] = {"drop_last": drop_last, "rank": rank, "world_size": world_size}
+            if isinstance(source, IterableDataset):
+                source = ShardedIterable(source, batch_size or 0, seed=seed or 0, **place)
+            else:
+                batch_sampler = GlobalBatchSampler(source, batch_size or 0, bool(shuffle), seed or 0, **place)
+                batch_size, shuffle, drop_last = 1, None, False  # torch's way of leaving all to the batch sampler
+        elif rank is not None or world_size is not None:
+            raise ConfigError(
+                f"found rank={rank} and world_size={world_size} next to a sampler, a ShardedIterable or "
+                "batch_size=None, which divide the data themselves: give rank and world_size to those"
+            )
+        if isinstance(source, ShardedIterable):
+            batch_size, drop_last = None, False  # it makes the batches itself
+            collate_fn = collate_fn or default_collate
+        super().__init__(
+            source,
+            batch_size,
+            shuffle,
+            sampler,
+            batch_sampler,
+            num_workers,
+            collate_fn,
+            is_accelerator(self.device) if pin_memory is None else pin_memory,
+            drop_last,
+            timeout,
+            worker_init_fn,
+            multiprocessing_context,
+            # torch draws the workers' base seed from it; otherwise every pass would advance the global generator.
+            torch.Generator().manual_seed((seed or 0) % 2**63) if generator is None else generator,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers,
+            in_order=in_order,
+        )
+        self.seed_samples, self.empty_batch = seed_samples, empty_batch
+        self._plan = self._make_plan(None if seed is None else check_seed(seed))
+        self._engine: torch.utils.data.DataLoader[Any] | None = None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running pass, or of the next one if none is running."""
+        return self._plan.progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch. Not needed: epochs advance by themselves."""
+        self._plan.progress.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares a private class of its own
+        epoch, first = self._plan.begin()
+        return self._pass(iter(self._make_engine()), epoch, first)
+
+    @property
+    def share(self) -> Share:
+        """This rank's share of the global batch that was received last, with its count and weight."""
+        if not isinstance(self.batch_sampler, GlobalBatchSampler):
+            raise ConfigError(
+                f"{type(self.batch_sampler or self.dataset).__name__} does not tell the sizes of global batches: "
+                "a paceline.GlobalBatchSampler does"
+            )
+        return self.batch_sampler.share(self._plan.progress.batch - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position after the batch that was received last, for a loader of any world size."""
+        return self._resumable().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass continue after the batch that was received last when `state` was saved."""
+        self._resumable().load_state_dict(state)
+
+    def _pass(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
+        progress = self._plan.progress
+        received = batches if self.device is None else on_device(batches, self.device)
+        for number, batch in enumerate(received, start=first):
+            progress.consumed(epoch, number + 1)
+            yield batch
+        progress.finish(epoch)
+        self._tell_model()
+
+    def _tell_model(self) -> None:
+        if self.model is not None and self.optimizer is not None:
+            self.model.no_more_data(self.optimizer)
+        elif self.model is not None:
+            self.model.no_more_data()
+
+    def _make_plan(self, seed: int | None) -> Plan:
+        if isinstance(self.dataset, IterableDataset):
+            return StreamPlan(self.dataset if isinstance(self.dataset, ShardedIterable) else None)
+        seeded = self.seed_samples and not draws_nothing(self.dataset, self.collate_fn)
+        if isinstance(self.batch_sampler, GlobalBatchSampler):
+            seed = self.batch_sampler.seed if seed is None else seed
+            return GlobalPlan(self.batch_sampler, seed if seeded else None)
+        batched = self.batch_sampler is not None
+        indices: Any = self.batch_sampler if batched else self.sampler
+        return SamplerPlan(indices, self.sampler, (seed or 0) if seeded else None, batched=batched)
+
+    def _make_engine(self) -> torch.utils.data.DataLoader[Any]:
+        """The loader of torch's that does the work. It hands whole batches to its workers, as requests of the plan."""
+        if self._engine is not None and self.persistent_workers:
+            return self._engine
+        what: dict[str, Any]
+        recipe = Recipe(self.collate_fn, self.empty_batch)
+        if isinstance(self.dataset, ShardedIterable):
+            what = {"dataset": StreamMaker(self.dataset, recipe), "collate_fn": as_it_is}
+        elif isinstance(self.dataset, IterableDataset):
+            what = {"dataset": self.dataset, "collate_fn": self.collate_fn}
+        else:
+            collates = self.batch_sampler is not None
+            what = {
+                "dataset": BatchMaker(self.dataset, recipe, collates=collates),
+                "sampler": self._plan,
+                "collate_fn": as_it_is,
+            }
+        self._engine = torch.utils.data.DataLoader(
+            **what,
+            batch_size=None,
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            timeout=self.timeout,
+            worker_init_fn=self.worker_init_fn,
+            multiprocessing_context=self.multiprocessing_context,
+            generator=self.generator,
+            prefetch_factor=self.prefetch_factor,
+            persistent_workers=self.persistent_workers,
+            in_order=self.in_order,
+        )
+        return self._engine
+
+    def _resumable(self) -> GlobalBatchSampler | ShardedIterable:
+        if not self.in_order:
+            raise ConfigError("in_order=False hands out batches in any order: there is no position to save or load")
+        for source in (self.dataset, self.batch_sampler):
+            if isinstance(source, GlobalBatchSampler | ShardedIterable):
+                return source
+        raise ConfigError(
+            f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a dataset and a batch_size "
+            "only, or a paceline.GlobalBatchSampler as batch_sampler"
+        )
+
+
+def _check_model(model: LearnsOfTheEnd | None) -> LearnsOfTheEnd | None:
+    if model is not None and not callable(getattr(model, "no_more_data", None)):
+        raise ConfigError(
+            f"model={type(model).__name__} has no method no_more_data() to be told by. "
+            "Give the wrapped model (paceline.DistributedDataParallel has one), or leave it out"
+        )
+    return model

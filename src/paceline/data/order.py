@@ -1,0 +1,100 @@
+"""In which order an epoch visits the samples: pure functions from (epoch, positions) to dataset indices."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from paceline.data.keys import Int64s, derive_keys, random_bits
+from paceline.data.permutation import ALGORITHM, Permutation
+from paceline.errors import ConfigError
+
+__all__ = ["Order", "Sequential", "Shuffled", "Weighted", "Subset"]
+
+
+class Order(Protocol):
+    """`name` identifies the order in saved states; `repeats` says whether an index can come twice in an epoch."""
+
+    length: int
+    name: str
+    repeats: bool
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s: ...
+
+
+class Sequential:
+    """0, 1, 2, ..."""
+
+    name = "sequential"
+    repeats = False
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        return positions
+
+
+class Shuffled:
+    """A new permutation in each epoch."""
+
+    name = ALGORITHM
+    repeats = False
+
+    def __init__(self, length: int, seed: int) -> None:
+        self.length, self.seed = length, seed
+        self._epoch: int | None = None
+        self._permutation: Permutation
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        if epoch != self._epoch:
+            self._permutation, self._epoch = Permutation(self.length, self.seed, epoch), epoch
+        return self._permutation(positions)
+
+
+class Weighted:
+    """`draws` independent draws in each epoch, an index with a chance in proportion to its weight."""
+
+    repeats = True
+
+    def __init__(self, weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating], draws: int, seed: int):
+        values = np.ascontiguousarray(weights, dtype="<f8")
+        if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any() or not values.any():
+            raise ConfigError(
+                "weights must be one finite number for each sample, none negative and not all zero, found "
+                f"shape {values.shape}, smallest {values.min(initial=np.inf)}, largest {values.max(initial=-np.inf)}"
+            )
+        self.length, self.seed = draws, seed
+        self.name = f"weighted/1:{_digest(values)}"
+        self._sums = np.cumsum(values)
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        key = derive_keys("weighted", self.seed, epoch, 1)[0]
+        total = self._sums[-1]
+        bits = random_bits(key, positions.astype(np.uint64)) >> np.uint64(11)
+        points = bits.astype(np.float64) * (total * 2.0**-53)
+        # The product may round up to the total itself, which belongs to nobody.
+        np.minimum(points, np.nextafter(total, 0.0), out=points)
+        found: Int64s = np.searchsorted(self._sums, points, side="right").astype(np.int64)
+        return found
+
+
+class Subset:
+    """Another order over a choice of dataset indices instead of all."""
+
+    def __init__(self, inner: Order, indices: Int64s) -> None:
+        self.length, self.repeats = inner.length, inner.repeats
+        self.name = f"{inner.name}+subset:{_digest(indices.astype('<i8'))}"
+        self._inner, self._indices = inner, indices
+
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        return self._indices[self._inner.at(epoch, positions)]
+
+
+def _digest(values: npt.NDArray[np.generic]) -> str:
+    return hashlib.blake2b(values.tobytes(), digest_size=8).hexdigest()

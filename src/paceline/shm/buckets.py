@@ -1,0 +1,104 @@
+"""Buckets: buffers that lie in shared memory and are reduced where they lie. Whoever has time does the sums.
+
+    arena = BucketArena.open(comm, store, bytes_per_rank=..., buckets=2)
+    arena.define(0, offset=0, count=1000, dtype=FLOAT32, op=SUM)      # the same on all ranks
+    ...                                                               # fill arena.buffer[0:4000]
+    arena.ready(0)                                                    # never blocks
+    arena.finish(0)                                                   # helps with the sums, then it is done
+
+Between `ready` and `finish` a rank leaves the bucket alone. After `finish` it holds the result, the same bits on every
+rank, and may be written again at once.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import itertools
+import os
+import weakref
+from typing import Any
+
+from paceline.errors import ConfigError, NativeError
+from paceline.shm import native
+from paceline.shm.communicator import Communicator
+from paceline.shm.native import Kind, Status
+from paceline.shm.rendezvous import Store, shared_descriptor
+
+__all__ = ["BucketArena"]
+
+_arena_numbers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
+
+
+class BucketArena:
+    """One region per rank of a host, and the buckets in it."""
+
+    def __init__(self, comm: Communicator, handle: C.c_void_p, nbytes: int, buckets: int) -> None:
+        self._comm = comm
+        self._handle = handle
+        self.nbytes = nbytes
+        self.buckets = buckets
+        core = native.library()
+        address = core.plc_arena_region(handle, comm.rank)
+        # The buffer, and whatever views it (a tensor, say), keeps the mapping alive.
+        self.buffer: Any = _buffer_type(nbytes).from_address(address)
+        weakref.finalize(self.buffer, core.plc_arena_close, handle)
+        self._ready = native.quick_library().plc_bucket_ready
+        self._finish = core.plc_bucket_finish
+
+    @classmethod
+    def open(cls, comm: Communicator, store: Store, bytes_per_rank: int, buckets: int) -> BucketArena:
+        """Make an arena together with all ranks of this host. Fails on all of them if memory is short on one."""
+        if bytes_per_rank <= 0 or buckets <= 0:
+            raise ConfigError(f"an arena needs room and buckets, got {bytes_per_rank} bytes and {buckets} buckets")
+        core = native.library()
+        number = next(_arena_numbers.setdefault(comm, itertools.count()))
+        total = core.plc_arena_bytes(comm.size, bytes_per_rank, buckets)
+
+        def prepare(descriptor: int, nonce: tuple[int, int]) -> None:
+            _reserve(descriptor, total)
+
+        handle = C.c_void_p()
+        ranks = comm.names
+        with shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout) as (
+            descriptor,
+            _,
+        ):
+            status = core.plc_arena_open(comm.handle, descriptor, bytes_per_rank, buckets, C.byref(handle))
+            if status != Status.OK:
+                raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
+        return cls(comm, handle, bytes_per_rank, buckets)
+
+    def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:
+        """Say where bucket `index` lies and what is done to it. The same on all ranks, before its first use."""
+        if native.library().plc_bucket_define(self._handle, index, offset, count, dtype, op) != Status.OK:
+            raise ConfigError(
+                f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "
+                f"{self.nbytes} bytes, was used already, or its type cannot be reduced this way"
+            )
+
+    def ready(self, index: int) -> None:
+        """This rank's share is in place. Never blocks."""
+        if self._ready(self._handle, index):
+            raise ConfigError(f"bucket {index} was never defined")
+
+    def finish(self, index: int, timeout_ns: int = -1) -> None:
+        """Wait for the result of a bucket that is ready here, helping with the sums meanwhile."""
+        self._comm.handle  # noqa: B018 - raises if the group is gone
+        status = self._finish(self._handle, index, timeout_ns)
+        if status:
+            raise self._comm.error(status, Kind.ALLREDUCE)
+
+
+def _buffer_type(nbytes: int) -> Any:
+    return type("SharedBuffer", (C.c_ubyte * nbytes,), {})  # a subclass: plain arrays cannot be watched for their end
+
+
+def _reserve(descriptor: int, nbytes: int) -> None:
+    """Take the memory now: a shortage becomes an error here, not a SIGBUS in the middle of a step."""
+    try:
+        os.posix_fallocate(descriptor, 0, nbytes)
+    except OSError as error:
+        raise NativeError(
+            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free memory, raise the memory "
+            "limit of the container, or use smaller models or fewer ranks on this host"
+        ) from error

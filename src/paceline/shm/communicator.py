@@ -1,0 +1,346 @@
+"""`Communicator`: the ranks of one host, joined by shared memory.
+
+Methods take addresses and counts; `paceline.groups` turns tensors into those. Every failure of the core becomes one
+of the exceptions of `paceline.errors`, in words.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+
+from paceline.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    GroupAborted,
+    GroupError,
+    MismatchError,
+    NativeError,
+    PeerLost,
+    describe_exit,
+)
+from paceline.shm import native
+from paceline.shm.native import ANY_SOURCE, Kind, Message, Request, Status
+from paceline.shm.processes import PidWatch, exit_code_of
+from paceline.shm.rendezvous import Store, exchange, shared_descriptor
+
+__all__ = ["DTYPE_NAMES", "OP_NAMES", "Communicator", "describe_call"]
+
+DTYPE_NAMES = (
+    *("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"),
+    *("float16", "bfloat16", "float32", "float64", "complex32", "complex64", "complex128", "bool", "bytes"),
+)
+OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
+
+_SLOT_BYTES = 256 * 1024
+_RING_BYTES = 64 * 1024
+_RING_BYTES_MANY_RANKS = 16 * 1024
+_MANY_RANKS = 16
+_SPIN_NS = 100_000
+_SPIN_NS_CROWDED = 2_000  # more ranks than cores: whoever spins keeps a peer from running
+
+_pid_watch = PidWatch()
+
+
+class Communicator:
+    """One rank's seat at the shared memory of its host.
+
+    `names` says what to call each rank in messages: local ranks of a host have other numbers in the whole group.
+    """
+
+    def __init__(
+        self, handle: C.c_void_p, rank: int, pids: Sequence[int], names: Sequence[int], timeout: timedelta
+    ) -> None:
+        self._core = native.library()
+        self._handle: C.c_void_p | None = handle
+        self.rank = rank
+        self.size = len(pids)
+        self._pids = list(pids)
+        self.names = list(names)
+        self.timeout = timeout
+        self._run = self._core.plc_run
+        self._allreduce = self._core.plc_allreduce
+
+    # --- life --------------------------------------------------------------------------------------
+    @classmethod
+    def join(
+        cls,
+        store: Store,
+        rank: int,
+        ranks: Sequence[int],
+        timeout: timedelta,
+        *,
+        slot_bytes: int = _SLOT_BYTES,
+        spin_ns: int | None = None,
+        allow_direct: bool = True,
+    ) -> Communicator:
+        """Meet the other ranks of this host through the store. `ranks` are their numbers, ascending; ours is `rank`."""
+        core = native.library()
+        size = len(ranks)
+        if size > native.MAX_RANKS:
+            raise ConfigError(f"{size} ranks on one host; shared memory serves at most {native.MAX_RANKS}")
+        pids = exchange(store, "pids", rank, ranks, str(os.getpid()), timeout)
+        config = _config(size, slot_bytes, timeout, spin_ns)
+
+        def prepare(descriptor: int, nonce: tuple[int, int]) -> None:
+            _check(core.plc_segment_format(descriptor, size, config, (C.c_uint64 * 2)(*nonce)), "format the segment")
+
+        handle = C.c_void_p()
+        local = list(ranks).index(rank)
+        watched = [int(pids[other]) for other in ranks]
+        with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
+            descriptors = _watch(watched, local)
+            status = core.plc_comm_join(
+                descriptor,
+                None,
+                local,
+                size,
+                (C.c_uint64 * 2)(*nonce),
+                config,
+                (C.c_int * size)(*descriptors),
+                C.byref(handle),
+            )
+            if status != Status.OK:
+                _unwatch(watched, local)
+            _check(status, "join the segment")
+        comm = cls(handle, local, watched, ranks, timeout)
+        status = core.plc_comm_settle(handle, allow_direct)
+        if status:
+            raise comm.error(status, Kind.BARRIER)
+        return comm
+
+    def leave(self) -> None:
+        """Give up the seat. Peers that still wait for this rank are told."""
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            self._core.plc_comm_leave(handle)
+            _unwatch(self._pids, self.rank)
+
+    def abort(self) -> None:
+        """End every wait in this group, on all ranks, with `GroupAborted`. May be called from any thread."""
+        if self._handle is not None:
+            self._core.plc_comm_abort(self._handle)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the seat is still taken."""
+        return self._handle is not None
+
+    @property
+    def handle(self) -> C.c_void_p:
+        """The core's handle; raises once the group is gone."""
+        if self._handle is None:
+            raise GroupError("this process group was destroyed; call init_process_group again to use it")
+        return self._handle
+
+    # --- collectives -------------------------------------------------------------------------------
+    def allreduce(
+        self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
+    ) -> None:
+        """Reduce `count` elements in place."""
+        status = self._allreduce(self.handle, address, count, dtype, op, factor, timeout_ns)
+        if status:
+            raise self.error(status, Kind.ALLREDUCE)
+
+    def run(self, request: Request) -> None:
+        """Run one collective to its end."""
+        status = self._run(self.handle, request)
+        if status:
+            raise self.error(status, request.kind)
+
+    def submit(self, request: Request) -> None:
+        """Start one collective; it runs after those submitted before. Keep `request` alive until it finished."""
+        status = self._core.plc_submit(self.handle, request)
+        if status:
+            raise self.error(status, request.kind)
+
+    def wait(self, request: Request, timeout_ns: int = -1) -> bool:
+        """Wait for a submitted collective; False if `timeout_ns` passed first."""
+        status = self._core.plc_request_wait(self.handle, request, timeout_ns)
+        if status == Status.PENDING:
+            return False
+        if status:
+            raise self.error(status, request.kind)
+        return True
+
+    # --- messages ----------------------------------------------------------------------------------
+    def post(self, message: Message, *, is_send: bool) -> None:
+        """Start to send or receive. Keep `message` alive until it finished."""
+        status = (self._core.plc_send if is_send else self._core.plc_receive)(self.handle, message)
+        if status:
+            raise self._message_error(status, message, is_send)
+
+    def wait_message(self, message: Message, timeout_ns: int = -1) -> bool:
+        """Wait for a message; False if `timeout_ns` passed first."""
+        status = self._core.plc_message_wait(self.handle, message, timeout_ns)
+        if status == Status.PENDING:
+            return False
+        if status:
+            raise self._message_error(status, message, bool(message.is_send))
+        return True
+
+    # --- errors ------------------------------------------------------------------------------------
+    def calls(self) -> list[native.CallRecord]:
+        """What each rank said about the last compared call."""
+        records = (native.CallRecord * self.size)()
+        self._core.plc_comm_calls(self.handle, records)
+        return list(records)
+
+    def error(self, status: int, kind: int) -> Exception:
+        """The exception for a status of the core, about a call of this kind."""
+        if status == Status.MISMATCH:
+            return self._mismatch()
+        if status == Status.INVALID:
+            return ConfigError(
+                f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation"
+            )
+        if status == Status.SYSTEM:
+            number = C.get_errno()
+            return NativeError(f"rank {self._me}: {Kind.NAMES[kind]}: the system refused: {os.strerror(number)}")
+        failure = native.Failure()
+        self._core.plc_comm_failure(self.handle, C.byref(failure))
+        where = f"in {Kind.NAMES[kind]} (call {failure.sequence})"
+        return self._group_error(status, failure, where)
+
+    @property
+    def _me(self) -> int:
+        return self.names[self.rank]
+
+    def _group_error(self, status: int, failure: native.Failure, where: str) -> Exception:
+        if status == Status.TIMEOUT:
+            missing = [failure.missing[i] for i in range(failure.missing_count)]
+            return CollectiveTimeout(
+                f"rank {self._me} reached the timeout of {self.timeout.total_seconds():g} s {where}, waiting for "
+                + "; ".join(f"rank {self.names[r]} ({self._condition(r)})" for r in missing)
+                + ". Give the late rank more time (`timeout=` of init_process_group) or see where it is stuck: "
+                "all ranks must make the same calls in the same order",
+                missing=[self.names[r] for r in missing],
+            )
+        if status == Status.PEER_LOST:
+            return self._peer_lost(failure.rank, where)
+        if status == Status.PEER_LEFT:
+            name = self.names[failure.rank]
+            return PeerLost(
+                f"rank {name} (pid {self._pids[failure.rank]}) left the group while rank {self._me} waited for it "
+                f"{where}: it called destroy_process_group, or ended, one call earlier than rank {self._me}",
+                rank=name,
+                pid=self._pids[failure.rank],
+            )
+        by = f"rank {self.names[failure.rank]}" if 0 <= failure.rank < self.size else "a peer"
+        return GroupAborted(
+            f"rank {self._me} stopped {where}: {by} aborted the group or gave up waiting; see its error. "
+            "The group cannot be used again: destroy it and init anew"
+        )
+
+    def _peer_lost(self, local: int, where: str) -> PeerLost:
+        pid, name = self._pids[local], self.names[local]
+        code = _exit_code(pid)
+        return PeerLost(
+            f"rank {name} (pid {pid}) was lost while rank {self._me} waited for it {where}: it {describe_exit(code)}. "
+            "Its own output tells why; this group cannot be used again",
+            rank=name,
+            pid=pid,
+            exitcode=code,
+        )
+
+    def _condition(self, local: int) -> str:
+        pid = self._pids[local]
+        if self._core.plc_comm_peer_left(self.handle, local):
+            return f"pid {pid}, left the group"
+        return f"pid {pid}, {'alive' if _is_alive(pid) else 'not running'}"
+
+    def _mismatch(self) -> MismatchError:
+        values = {self.names[r]: describe_call(call) for r, call in enumerate(self.calls())}
+        lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
+        return MismatchError(
+            "the ranks made different calls, nothing was exchanged:\n"
+            f"{lines}\nAll ranks of a group must make the same calls in the same order with matching sizes",
+            values,
+        )
+
+    def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:
+        peer = "any rank" if message.peer == ANY_SOURCE else f"rank {self.names[message.peer]}"
+        what = f"{'send to' if is_send else 'recv from'} {peer} (tag {message.tag})"
+        if status == Status.SIZE:
+            return MismatchError(
+                f"rank {self._me}: {what}: expected {message.bytes} bytes, rank {self.names[message.source]} sent "
+                f"{message.found_bytes}; give tensors of the same size and type on both sides"
+            )
+        if status == Status.INVALID:
+            return ConfigError(f"rank {self._me}: {what}: there is no such peer in a group of {self.size}")
+        if status == Status.TIMEOUT:
+            local = message.peer
+            state = "" if local == ANY_SOURCE else f" ({self._condition(local)})"
+            return CollectiveTimeout(
+                f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
+                missing=[] if local == ANY_SOURCE else [self.names[local]],
+            )
+        if status in (Status.PEER_LOST, Status.PEER_LEFT) and message.peer != ANY_SOURCE:
+            failure = native.Failure(status=status, rank=message.peer)
+            return self._group_error(status, failure, f"in {what}")
+        if status in (Status.PEER_LOST, Status.PEER_LEFT):
+            return PeerLost(f"rank {self._me}: {what}: every other rank has ended or left the group")
+        return self.error(status, Kind.BARRIER)
+
+
+def describe_call(call: native.CallRecord) -> str:
+    """One rank's call in a line: "all_reduce of 10 float32, SUM (call 3)"."""
+    name = Kind.NAMES[call.kind]
+    text = name if call.kind == Kind.BARRIER else f"{name} of {call.count} {DTYPE_NAMES[call.dtype]}"
+    if call.kind in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
+        text += f", {OP_NAMES[call.op]}"
+    if call.kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER):
+        text += f", root {call.root}"
+    return f"{text} (call {call.sequence})"
+
+
+def _config(size: int, slot_bytes: int, timeout: timedelta, spin_ns: int | None) -> native.Config:
+    crowded = size > len(os.sched_getaffinity(0))
+    return native.Config(
+        slot_bytes=slot_bytes,
+        ring_bytes=_RING_BYTES if size <= _MANY_RANKS else _RING_BYTES_MANY_RANKS,
+        timeout_ns=int(timeout.total_seconds() * 1e9),
+        spin_ns=spin_ns if spin_ns is not None else _SPIN_NS_CROWDED if crowded else _SPIN_NS,
+    )
+
+
+def _check(status: int, step: str) -> None:
+    if status == Status.SYSTEM:
+        raise NativeError(f"could not {step}: {os.strerror(C.get_errno())}")
+    if status != Status.OK:
+        raise NativeError(f"could not {step}: status {status}")
+
+
+def _watch(pids: Sequence[int], mine: int) -> list[int]:
+    """A descriptor per peer, to notice its end. A peer that has ended already is an error now."""
+    descriptors: list[int] = []
+    for index, pid in enumerate(pids):
+        try:
+            descriptors.append(-1 if index == mine else _pid_watch.acquire(pid))
+        except ProcessLookupError as error:
+            _unwatch(pids[:index], mine)
+            raise PeerLost(f"process {pid}, a rank of this group, ended before the group was ready", pid=pid) from error
+    return descriptors
+
+
+def _unwatch(pids: Sequence[int], mine: int) -> None:
+    for index, pid in enumerate(pids):
+        if index != mine:
+            _pid_watch.release(pid)
+
+
+def _exit_code(pid: int) -> int | None:
+    descriptor = _pid_watch.peek(pid)
+    return exit_code_of(pid, descriptor)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _exit_code(pid) is None

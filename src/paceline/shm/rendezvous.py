@@ -1,0 +1,123 @@
+"""How the ranks of one host come to share a segment: through torch's store, without names in any file system.
+
+The segment is an anonymous file (memfd) of the first rank. The others open it through that process's descriptor
+table, `/proc/<pid>/fd/<n>`, which the kernel allows only to processes of the same user. A random nonce, told through
+the store and kept in the segment, makes sure it is the right one. Nothing is left when the processes end, however
+they end. The store carries short text, never pickles.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+from paceline.errors import CollectiveTimeout, NativeError
+
+__all__ = ["Store", "exchange", "open_peer_descriptor", "shared_descriptor"]
+
+
+class Store(Protocol):
+    """What we use of torch.distributed's stores."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def check(self, keys: list[str]) -> bool: ...
+
+
+def exchange(
+    store: Store, topic: str, rank: int, ranks: Sequence[int], value: str, timeout: timedelta
+) -> dict[int, str]:
+    """Tell the others one line and hear theirs. If some never speak, the error names them."""
+    store.set(f"{topic}/{rank}", value)
+    keys = {other: f"{topic}/{other}" for other in ranks}
+    deadline = time.monotonic() + timeout.total_seconds()
+    try:
+        store.wait(list(keys.values()), timeout)
+    except Exception as error:  # each store has its own type for a time-out
+        missing = [other for other, key in keys.items() if not _has(store, key)]
+        if not missing or time.monotonic() < deadline - 1.0:
+            raise
+        raise CollectiveTimeout(
+            f"rank {rank} waited {timeout.total_seconds():g} s for {_ranks(missing)} of {len(ranks)} to join the "
+            f"group: they never came. Look at their output; were all {len(ranks)} ranks started?",
+            missing=missing,
+        ) from error
+    return {other: store.get(key).decode() for other, key in keys.items()}
+
+
+def _has(store: Store, key: str) -> bool:
+    with contextlib.suppress(Exception):
+        return store.check([key])
+    return False
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+@contextlib.contextmanager
+def shared_descriptor(
+    store: Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    prepare: Callable[[int, tuple[int, int]], None],
+    timeout: timedelta,
+) -> Iterator[tuple[int, tuple[int, int]]]:
+    """Give every rank of this host a descriptor of one anonymous file, and its nonce.
+
+    The first rank makes it and calls `prepare(descriptor, nonce)`. The descriptor is closed when the block ends,
+    which all ranks leave only when all have mapped it.
+    """
+    leader = ranks[0]
+    created = -1
+    try:
+        if rank == leader:
+            nonce = (secrets.randbits(63), secrets.randbits(63))
+            created = os.memfd_create("paceline", os.MFD_CLOEXEC)
+            os.fchmod(created, 0o600)
+            prepare(created, nonce)
+            store.set(f"{topic}/segment", f"{os.getpid()} {created} {nonce[0]} {nonce[1]}")
+        store.wait([f"{topic}/segment"], timeout)
+        pid, number, first, second = map(int, store.get(f"{topic}/segment").split())
+        with _told_to_all(store, topic, rank, ranks, timeout):
+            descriptor = os.dup(created) if rank == leader else open_peer_descriptor(pid, number)
+            try:
+                yield descriptor, (first, second)
+            finally:
+                os.close(descriptor)
+    finally:
+        if created >= 0:
+            os.close(created)
+
+
+def open_peer_descriptor(pid: int, number: int) -> int:
+    """Open another process's descriptor; the kernel asks for the same user."""
+    try:
+        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise NativeError(
+            f"process {os.getpid()} may not open the shared memory of process {pid}: {error.strerror}. "
+            "Both must run as the same user in the same pid namespace, with /proc mounted"
+        ) from error
+
+
+@contextlib.contextmanager
+def _told_to_all(store: Store, topic: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
+    """Run a step on every rank; if it fails on one, all ranks raise."""
+    try:
+        yield
+    except Exception as error:
+        store.set(f"{topic}/joined/{rank}", f"rank {rank}: {error}")
+        raise
+    answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout)
+    failed = [answer for answer in answers.values() if answer != "ok"]
+    if failed:
+        raise NativeError("a peer could not join the shared memory of this host: " + "; ".join(failed))

@@ -1,0 +1,396 @@
+"""Every collective of the `paceline` backend against Gloo, on random shapes, types, operations and groups.
+
+Hypothesis draws lists of cases; each list runs in one set of processes that hold a Gloo and a Paceline group of the
+same ranks. Sums of integers must agree to the bit. Floating-point sums agree within rounding: Gloo adds in another
+order. Bit equality across our own ranks and runs is checked separately.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from tests.harness import init_group, run_ranks
+
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+OPS = ["SUM", "PRODUCT", "MIN", "MAX"]
+BIT_OPS = ["BAND", "BOR", "BXOR"]
+KINDS = [
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "all_gather_into_tensor",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_tensor",
+    "all_to_all",
+    "all_to_all_single",
+    "send_recv",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    kind: str
+    dtype: str
+    op: str
+    shape: tuple[int, ...]
+    root: int
+    seed: int
+    asynchronous: bool
+    layout: str  # contiguous, transposed, strided
+
+
+@st.composite
+def cases(draw, world):
+    dtype = draw(st.sampled_from([*FLOATS, *INTEGERS, "complex64", "complex128"]))
+    ops = OPS if dtype in FLOATS else [*OPS, *BIT_OPS] if dtype in INTEGERS else ["SUM"]
+    sizes = st.one_of(st.integers(0, 9), st.sampled_from([64, 257, 1000]))
+    shape = tuple(draw(st.lists(sizes, min_size=1, max_size=2)))
+    if draw(st.integers(0, 9)) == 0:
+        shape = (draw(st.sampled_from([70_001, 300_007])),)  # more than one slot
+    return Case(
+        kind=draw(st.sampled_from(KINDS)),
+        dtype=dtype,
+        op=draw(st.sampled_from(ops)),
+        shape=shape,
+        root=draw(st.integers(0, world - 1)),
+        seed=draw(st.integers(0, 2**31)),
+        asynchronous=draw(st.booleans()),
+        layout=draw(st.sampled_from(["contiguous", "contiguous", "transposed", "strided"])),
+    )
+
+
+def make(case, rank, shape, salt=0):
+    """This rank's data: small numbers, so that products stay finite and low precision stays exact enough."""
+    import torch
+
+    dtype = getattr(torch, case.dtype)
+    generator = torch.Generator().manual_seed(case.seed + 1000 * rank + salt)
+    low = 0 if case.dtype == "uint8" else -3
+    numbers = torch.randint(low, 4, shape, generator=generator)
+    values = torch.complex(numbers.double(), (numbers * 2).double()).to(dtype) if dtype.is_complex else numbers.to(dtype)
+    if case.layout == "transposed" and values.dim() == 2:
+        return values.t().contiguous().t()
+    if case.layout == "strided":
+        wide = torch.zeros((*shape, 2), dtype=dtype)
+        wide[..., 0] = values
+        return wide[..., 0]
+    return values
+
+
+def perform(case, group, rank, world):
+    """Run one case on a group; returns the tensors this rank ends up with."""
+    import torch
+    import torch.distributed as dist
+
+    op = getattr(dist.ReduceOp, case.op)
+    rows = case.shape[0]
+    flat = (rows * world, *case.shape[1:])
+    wait = (lambda work: work.wait()) if case.asynchronous else (lambda work: None)
+    mode = {"group": group, "async_op": case.asynchronous}
+    root = dist.get_global_rank(group, case.root)
+    data = make(case, rank, case.shape)
+    many = [make(case, rank, case.shape, salt) for salt in range(world)]
+    outputs = [torch.zeros_like(make(case, rank, case.shape)) for _ in range(world)]
+    if case.kind == "all_reduce":
+        wait(dist.all_reduce(data, op, **mode))
+        return [data]
+    if case.kind == "reduce":
+        wait(dist.reduce(data, root, op, **mode))
+        return [data] if rank == case.root else []
+    if case.kind == "broadcast":
+        wait(dist.broadcast(data, root, **mode))
+        return [data]
+    if case.kind == "all_gather":
+        wait(dist.all_gather(outputs, data, **mode))
+        return outputs
+    if case.kind == "all_gather_into_tensor":
+        whole = torch.zeros(flat, dtype=data.dtype)
+        wait(dist.all_gather_into_tensor(whole, data.contiguous(), **mode))
+        return [whole]
+    if case.kind == "gather":
+        wait(dist.gather(data, outputs if rank == case.root else None, dst=root, **mode))
+        return outputs if rank == case.root else []
+    if case.kind == "scatter":
+        wait(dist.scatter(data, many if rank == case.root else None, src=root, **mode))
+        return [data]
+    if case.kind == "reduce_scatter":
+        wait(dist.reduce_scatter(data, many, op, **mode))
+        return [data]
+    if case.kind == "reduce_scatter_tensor":
+        wait(dist.reduce_scatter_tensor(data, torch.cat(many).contiguous(), op, **mode))
+        return [data]
+    if case.kind == "all_to_all":
+        wait(dist.all_to_all(outputs, many, **mode))
+        return outputs
+    if case.kind == "all_to_all_single":
+        whole = torch.zeros(flat, dtype=data.dtype)
+        wait(dist.all_to_all_single(whole, torch.cat(many).contiguous(), **mode))
+        return [whole]
+    assert case.kind == "send_recv"
+    return _ring(case, group, data, world)
+
+
+def _ring(case, group, data, world):
+    import torch
+    import torch.distributed as dist
+
+    if world == 1:
+        return [data]
+    rank = dist.get_rank(group)
+    after, before = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
+    found = torch.zeros_like(make(case, rank, case.shape))
+    works = [dist.irecv(found, before, group, tag=case.root), dist.isend(data, after, group, tag=case.root)]
+    for work in works:
+        work.wait()
+    return [found]
+
+
+def reference(case, rank, world):
+    """What a case must give, from the other ranks' data computed here: for what Gloo does not offer."""
+    import torch
+
+    def reduced(tensors):
+        wide = [t.to(torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+        total = wide[0].clone()
+        for other in wide[1:]:
+            total = {
+                "SUM": lambda a, b: a + b,
+                "PRODUCT": lambda a, b: a * b,
+                "MIN": torch.minimum,
+                "MAX": torch.maximum,
+                "BAND": torch.bitwise_and,
+                "BOR": torch.bitwise_or,
+                "BXOR": torch.bitwise_xor,
+            }[case.op](total, other)
+        return total.to(tensors[0].dtype)
+
+    mine = [make(case, r, case.shape) for r in range(world)]
+    blocks = [[make(case, r, case.shape, salt) for salt in range(world)] for r in range(world)]
+    return {
+        "all_reduce": lambda: [reduced(mine)],
+        "reduce": lambda: [reduced(mine)] if rank == case.root else [],
+        "broadcast": lambda: [mine[case.root]],
+        "all_gather": lambda: mine,
+        "all_gather_into_tensor": lambda: [torch.cat(mine)],
+        "gather": lambda: mine if rank == case.root else [],
+        "scatter": lambda: [blocks[case.root][rank]],
+        "reduce_scatter": lambda: [reduced([blocks[r][rank] for r in range(world)])],
+        "reduce_scatter_tensor": lambda: [reduced([blocks[r][rank] for r in range(world)])],
+        "all_to_all": lambda: [blocks[r][rank] for r in range(world)],
+        "all_to_all_single": lambda: [torch.cat([blocks[r][rank] for r in range(world)])],
+        "send_recv": lambda: [mine[(rank - 1) % world]],
+    }[case.kind]()
+
+
+def check_cases(rank, world, batch):
+    """All data are small whole numbers: every sum is exact, so results must be equal to the bit."""
+    import torch
+
+    init_group("paceline")
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    for case in batch:
+        found = perform(case, group, rank, world)
+        wanted = reference(case, rank, world)
+        assert len(found) == len(wanted), case
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(a, b), f"{case}\nfound {a.flatten()[:8]}\nwanted {b.flatten()[:8]}"
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_every_collective_gives_what_it_must(world):
+    @hypothesis.settings(max_examples=2, phases=[hypothesis.Phase.generate], deadline=None)
+    @hypothesis.given(st.lists(cases(world), min_size=60, max_size=60))
+    def run(batch):
+        run_ranks(world, check_cases, batch)
+
+    run()
+
+
+def test_random_numbers_agree_with_gloo():
+    """Against Gloo itself, random floating-point data, within the rounding of another order of summation."""
+
+    def compare(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("gloo")
+        ours = dist.new_group(backend="paceline")
+        torch.manual_seed(rank)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-13), (torch.complex64, 1e-5)):
+            for n in (1, 1000, 200_003):
+                a = torch.randn(n, dtype=dtype)
+                b = a.clone()
+                dist.all_reduce(a)
+                dist.all_reduce(b, group=ours)
+                torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+        dist.destroy_process_group()
+
+    run_ranks(3, compare)
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_sums_are_the_same_bits_on_every_rank_and_in_every_run(world):
+    def digest(rank, world):
+        import hashlib
+
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        torch.manual_seed(rank)
+        text = hashlib.sha256()
+        for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            for n in (1, 77, 10_000, 300_001):
+                data = torch.randn(n).to(dtype)
+                dist.all_reduce(data)
+                text.update(data.view(torch.uint8).numpy().tobytes())
+        dist.destroy_process_group()
+        return text.hexdigest()
+
+    assert len({*run_ranks(world, digest), *run_ranks(world, digest)}) == 1
+
+
+def test_half_precision_is_added_in_float32_and_rounded_once():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        parts = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) * 100 for r in range(world)]
+        for dtype in (torch.float16, torch.bfloat16):
+            data = parts[rank].to(dtype)
+            exact = parts[0].to(dtype).float()
+            for part in parts[1:]:
+                exact = exact + part.to(dtype).float()
+            dist.all_reduce(data)
+            assert torch.equal(data, exact.to(dtype))
+        dist.destroy_process_group()
+
+    run_ranks(5, check)
+
+
+def test_averages_factors_and_booleans():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        data = torch.full((10,), float(rank))
+        dist.all_reduce(data, dist.ReduceOp.AVG)
+        assert torch.equal(data, torch.full((10,), sum(range(world)) / world))
+        for factor in (2.0, torch.tensor([2.0])):
+            data = torch.ones(3)
+            dist.all_reduce(data, dist._make_nccl_premul_sum(factor))
+            assert torch.equal(data, torch.full((3,), 2.0 * world))
+        flags = torch.tensor([True, rank == 0, False])
+        dist.all_reduce(flags)
+        assert flags.tolist() == [True, True, False]
+        dist.all_reduce(flags, dist.ReduceOp.PRODUCT)
+        assert flags.tolist() == [True, True, False]
+        counts = torch.tensor([rank, 5], dtype=torch.int64)
+        dist.all_reduce(counts, dist.ReduceOp.AVG)
+        assert counts.tolist() == [sum(range(world)) // world, 5]
+        dist.destroy_process_group()
+
+    run_ranks(3, check)
+
+
+def test_uneven_shares():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        outputs = [torch.zeros(r * 1000 + r) for r in range(world)]
+        dist.all_gather(outputs, torch.full((rank * 1001,), float(rank)))
+        assert all(torch.equal(o, torch.full((r * 1001,), float(r))) for r, o in enumerate(outputs))
+        sent = torch.cat([torch.full((rank + to, 3), float(10 * rank + to)) for to in range(world)])
+        found = torch.zeros((sum(rank + source for source in range(world)), 3))
+        dist.all_to_all_single(
+            found, sent, [rank + source for source in range(world)], [rank + to for to in range(world)]
+        )
+        wanted = torch.cat([torch.full((rank + source, 3), float(10 * source + rank)) for source in range(world)])
+        assert torch.equal(found, wanted)
+        blocks = [torch.full((r + 1,), float(rank)) for r in range(world)]
+        mine = torch.zeros(rank + 1)
+        dist.reduce_scatter(mine, blocks)
+        assert torch.equal(mine, torch.full((rank + 1,), float(sum(range(world)))))
+        dist.destroy_process_group()
+
+    run_ranks(4, check)
+
+
+def test_messages_with_tags_from_any_source_in_any_order():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        if rank == 0:
+            # Received in another order than sent, large ones among them: nothing may block.
+            found = {}
+            for tag in (3, 1, 2):
+                data = torch.zeros(100_000 * tag)
+                assert dist.recv(data, 1, tag=tag) == 1
+                found[tag] = data[0].item()
+            assert found == {1: 1.0, 2: 2.0, 3: 3.0}
+            senders = []
+            for _ in range(world - 1):
+                token = torch.zeros(1)
+                senders.append(dist.recv(token))
+                assert token.item() == senders[-1]
+            assert sorted(senders) == list(range(1, world))
+        else:
+            works = []
+            if rank == 1:
+                works = [dist.isend(torch.full((100_000 * tag,), float(tag)), 0, tag=tag) for tag in (1, 2, 3)]
+            for work in works:
+                work.wait()
+            dist.send(torch.tensor([float(rank)]), 0)
+        ops = [
+            dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % world),
+            dist.P2POp(dist.irecv, torch.zeros(1), (rank - 1) % world),
+        ]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+        assert ops[1].tensor.item() == (rank - 1) % world
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(3, check)
+
+
+def test_messages_do_not_hinder_collectives():
+    """A receive posted early, its message sent late, collectives in between: everything goes on."""
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        other = 1 - rank
+        found = torch.zeros(400_000)
+        receive = dist.irecv(found, other)
+        total = torch.ones(10)
+        dist.all_reduce(total)
+        send = dist.isend(torch.full((400_000,), float(rank)), other)
+        dist.all_reduce(total)
+        send.wait()
+        receive.wait()
+        assert found[-1].item() == other
+        assert total[0].item() == 4
+        dist.destroy_process_group()
+
+    run_ranks(2, check)

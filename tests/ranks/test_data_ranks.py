@@ -1,0 +1,119 @@
+"""Samplers, loader and evaluation in real process groups."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import TensorDataset
+
+from paceline import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler
+from tests.harness import init_group, run_ranks
+
+LENGTH = 23
+
+
+def dataset():
+    return TensorDataset(torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(0)), torch.arange(LENGTH))
+
+
+def everything(rank, world):
+    init_group("gloo")
+    evaluation = Evaluation(dataset(), 3)
+    for features, index in evaluation:
+        if rank == 0:  # no collective inside the loop: others do not wait for a rank, nor does it need their help
+            assert dist.get_world_size() == world
+        evaluation.add(loss=(features**2).sum(1))
+        evaluation.collect(index=index)
+    result = evaluation.result()
+    batches = [index.tolist() for _, index in DataLoader(dataset(), 7, shuffle=True)]
+    sampler = GlobalBatchSampler(LENGTH, 7)
+    stock = torch.utils.data.DistributedSampler(dataset())
+    ours = DistributedSampler(dataset())
+    dist.destroy_process_group()
+    return {
+        "sum": result.sum("loss"),
+        "count": result.count("loss"),
+        "index": result.outputs["index"].tolist(),
+        "batches": batches,
+        "place": (sampler.rank, sampler.world_size),
+        "stock": list(stock) == list(ours),
+    }
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rank_and_world_size_come_from_the_group(world):
+    found = run_ranks(world, everything, timeout=100)
+    expected = list(GlobalBatchSampler(LENGTH, 7, rank=0, world_size=1))
+    steps = [[index for share in step for index in share] for step in zip(*[f["batches"] for f in found], strict=True)]
+    assert steps == expected
+    losses = (dataset().tensors[0] ** 2).sum(1).double()
+    for rank, one in enumerate(found):
+        assert one["place"] == (rank, world)
+        assert one["stock"]
+        assert one["index"] == list(range(LENGTH))
+        assert (one["sum"], one["count"]) == (pytest.approx(losses.sum().item(), rel=1e-14), LENGTH)
+        assert one["sum"] == found[0]["sum"]
+
+
+def in_a_subgroup(rank, world):
+    init_group("gloo")
+    group = dist.new_group([1, 2])
+    length = None
+    if rank in (1, 2):
+        evaluation = Evaluation(dataset(), 5, group=group)
+        for _, index in evaluation:
+            evaluation.collect(index=index)
+        length = evaluation.result().outputs["index"].tolist()
+    dist.destroy_process_group()
+    return length
+
+
+def test_evaluation_in_a_subgroup():
+    assert run_ranks(3, in_a_subgroup, timeout=100) == [None, list(range(LENGTH)), list(range(LENGTH))]
+
+
+def train(rank, world, state, steps):
+    """A few exact steps: the gradient of the mean over the global batch, from sums and the stated weights."""
+    init_group("gloo")
+    loader = DataLoader(dataset(), 5, shuffle=True, seed=4)
+    model = torch.nn.Linear(4, 1).double()
+    torch.nn.init.constant_(model.weight, 0.1)
+    torch.nn.init.constant_(model.bias, 0.0)
+    if state is not None:
+        model.load_state_dict(state["model"])
+        loader.load_state_dict(state["data"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    done = 0
+    while done < steps:
+        for features, index in loader:
+            share = loader.share
+            assert share.count == len(index)
+            loss = (
+                ((model(features.double()) - 1) ** 2).mean() * share.weight if share.count else 0.0 * model.weight.sum()
+            )
+            optimizer.zero_grad()
+            loss.backward()
+            for parameter in model.parameters():
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= world
+            optimizer.step()
+            done += 1
+            if done == steps:
+                break
+    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "data": loader.state_dict()}
+    dist.destroy_process_group()
+    return state
+
+
+def test_training_goes_on_with_another_number_of_ranks_in_mid_epoch():
+    """Weights after 9 steps (an epoch is 5) are those of one process, through worlds of 3, 1 and 2."""
+    alone = run_ranks(1, train, None, 9, timeout=100)[0]
+    state = run_ranks(3, train, None, 3, timeout=100)[0]
+    state = run_ranks(1, train, state, 4, timeout=100)[0]
+    state = run_ranks(2, train, state, 2, timeout=100)[0]
+    assert state["data"] == alone["data"]
+    for name, value in alone["model"].items():
+        torch.testing.assert_close(state["model"][name], value, rtol=1e-12, atol=1e-12)

@@ -1,0 +1,74 @@
+"""Batches on their way to an accelerator: one ahead, waited for, and not freed under way.
+
+The device here is a recorder of what is asked of it; `tests/devices` runs the same on devices with streams.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.data import transfer
+
+
+class Recorder:
+    """Stands for a stream."""
+
+    def __init__(self, log, name):
+        self.log, self.name = log, name
+
+    def __enter__(self):
+        self.log.append(f"enter {self.name}")
+
+    def __exit__(self, *_):
+        self.log.append(f"leave {self.name}")
+
+    def record_event(self):
+        self.log.append(f"event on {self.name}")
+        return f"event {sum(entry.startswith('event') for entry in self.log)}"
+
+    def wait_event(self, event):
+        self.log.append(f"{self.name} waits for {event}")
+
+
+class Batch(torch.Tensor):
+    log: list[str]
+    number: int
+
+    def to(self, device, non_blocking):
+        self.log.append(f"copy {self.number} ahead={non_blocking}")
+        return self
+
+    def record_stream(self, stream):
+        self.log.append(f"{stream.name} uses {self.number}")
+
+
+def batch(log, number):
+    made = torch.zeros(1).as_subclass(Batch)
+    made.log, made.number = log, number
+    return made
+
+
+def test_the_next_copy_is_under_way_when_a_batch_is_handed_out(monkeypatch):
+    log: list[str] = []
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Recorder(log, "compute"))
+    monkeypatch.setattr(torch, "Stream", lambda device: Recorder(log, "copies"))
+    for (received,) in transfer.on_device(([batch(log, number)] for number in range(3)), device):
+        log.append(f"step {received.number}")
+
+    def copied(number):
+        return ["enter copies", f"copy {number} ahead=True", "event on copies", "leave copies"]
+
+    def used(number):
+        return [f"compute waits for event {number + 1}", f"compute uses {number}", f"step {number}"]
+
+    assert log == copied(0) + copied(1) + used(0) + copied(2) + used(1) + used(2)
+
+
+def test_auto_is_the_rank_s_current_device(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
+    assert transfer.find_device("auto") == torch.device("cuda", 3)
+    assert transfer.is_accelerator(torch.device("cuda", 1))
+    assert not transfer.is_accelerator(torch.device("cpu"))
