@@ -48,7 +48,10 @@ def hazards(*, clear: bool = True) -> list[str]:
 
 
 def raise_at_hazard(on: bool = True) -> None:
-    """Raise where a hazard is found, for a traceback that leads to it. (A hazard at a free is still only listed.)"""
+    """Raise where a launch has a hazard, for a traceback that leads to it.
+
+    Hazards of the host's own accesses and of frees are still only listed: torch lets nothing be raised there.
+    """
     torch.ops.sim.raise_at_hazard(on)
 
 

@@ -19,8 +19,8 @@ Tensor over(c10::Storage storage, const Tensor& like, c10::DispatchKey key) {
 
 Tensor cpu_alias(const Tensor& device_tensor) {
   auto* keep = new c10::Storage(device_tensor.storage());
-  c10::DataPtr pointer(
-      const_cast<void*>(keep->data()), keep, [](void* p) { delete static_cast<c10::Storage*>(p); }, c10::Device(c10::kCPU));
+  const auto let_go = [](void* kept) { delete static_cast<c10::Storage*>(kept); };
+  c10::DataPtr pointer(const_cast<void*>(keep->data()), keep, let_go, c10::Device(c10::kCPU));
   c10::Storage storage(c10::Storage::use_byte_size_t{}, keep->nbytes(), std::move(pointer), nullptr, false);
   auto alias = over(std::move(storage), device_tensor, c10::DispatchKey::CPU);
   alias._set_conj(device_tensor.is_conj());

@@ -1,4 +1,4 @@
-// Mixed precision: which operators run in the lower precision, which in float32, which in the widest type they are given.
+// Mixed precision: which operators run in lower precision, which in float32, which in the widest type they are given.
 #pragma once
 
 #include <ATen/core/stack.h>

@@ -198,7 +198,8 @@ void Checker::synchronize_device(int device) {
 bool Checker::complete(const Clock& clock) {
   std::lock_guard lock(mutex_);
   const Clock& host = clocks_[HOST];
-  return std::all_of(clock.begin(), clock.end(), [&](const auto& entry) { return entry.second <= at(host, entry.first); });
+  return std::all_of(clock.begin(), clock.end(),
+                     [&](const auto& entry) { return entry.second <= at(host, entry.first); });
 }
 
 Clock Checker::clock_of(StreamKey s) {

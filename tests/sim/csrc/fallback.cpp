@@ -34,6 +34,8 @@ bool blocks_the_host(const std::string& name) {
   return names.count(name) > 0;
 }
 
+constexpr auto MIXED = "Expected all tensors to be on the same device, but found at least two devices, sim:";
+
 // One call on its way down to the CPU kernel and back up.
 class Call {
  public:
@@ -111,21 +113,20 @@ class Call {
   void settle_on(int device) {
     check_index(device);
     if (device_ < 0) device_ = device;
-    TORCH_CHECK(device == device_, "Expected all tensors to be on the same device, but found at least two devices, sim:",
-                device_, " and sim:", device, "! (", full_name(schema_), ")");
+    TORCH_CHECK(device == device_, MIXED, device_, " and sim:", device, "! (", full_name(schema_), ")");
   }
 
   void choose_device() {
     if (device_ < 0) device_ = current_device();
-    TORCH_CHECK(!cpu_operand_, "Expected all tensors to be on the same device, but found at least two devices, sim:",
-                device_, " and cpu! (", full_name(schema_), ")");
+    TORCH_CHECK(!cpu_operand_, MIXED, device_, " and cpu! (", full_name(schema_), ")");
   }
 
   void lend_generators() {
     for (size_t i = 0; i < count_; ++i) {
       if (schema_.arguments()[i].type()->str().rfind("Generator", 0) != 0) continue;
       auto& value = stack_[base_ + i];
-      value = cpu_generator(value.isNone() ? default_generator(static_cast<c10::DeviceIndex>(device_)) : value.toGenerator());
+      const auto index = static_cast<c10::DeviceIndex>(device_);
+      value = cpu_generator(value.isNone() ? default_generator(index) : value.toGenerator());
     }
   }
 
@@ -142,7 +143,8 @@ class Call {
     for (size_t r = 0; r < results; ++r) {
       auto& value = stack_[first + r];
       if (const auto* written = argument_returned_by(schema_.returns()[r])) {
-        if (written->isTensor() && written->toTensor().is_sparse()) write_back_sparse(written->toTensor(), value.toTensor());
+        if (written->isTensor() && written->toTensor().is_sparse())
+          write_back_sparse(written->toTensor(), value.toTensor());
         value = *written;
       } else if (value.isTensor()) {
         value = reclaim(value.toTensor());
@@ -185,7 +187,9 @@ class Call {
                                          std::nullopt, std::nullopt, t.is_coalesced());
   }
 
-  void write_back_sparse(Tensor target, const Tensor& result) { at::copy_sparse_to_sparse_(target, reclaim_sparse(result)); }
+  void write_back_sparse(Tensor target, const Tensor& result) {
+    at::copy_sparse_to_sparse_(target, reclaim_sparse(result));
+  }
 
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;

@@ -72,7 +72,8 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   implement<&sim::sparse_as_is>(
       m, {"_indices", "_values", "indices", "values", "_nnz", "_dimI", "_dimV", "sparse_dim", "dense_dim",
           "is_coalesced", "_coalesced_", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
-          "sparse_resize_", "sparse_resize_and_clear_", "copy_sparse_to_sparse_", "copy_", "clone", "empty.memory_format"});
+          "sparse_resize_", "sparse_resize_and_clear_", "copy_sparse_to_sparse_", "copy_", "clone",
+          "empty.memory_format"});
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(CppFunction::makeFallthrough()); }

@@ -139,7 +139,9 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
   }
   Stream getStream(Device device) const override { return make(device, thread_streams[index_or_current(device)]); }
   Stream getDefaultStream(Device device) const override { return make(device, 0); }
-  Stream getNewStream(Device device, int) const override { return make(device, ++streams_made[index_or_current(device)]); }
+  Stream getNewStream(Device device, int) const override {
+    return make(device, ++streams_made[index_or_current(device)]);
+  }
   Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
@@ -277,7 +279,8 @@ void set_device_count(int64_t count) {
 }
 
 void check_index(int64_t index) {
-  TORCH_CHECK(index >= 0 && index < device_count(), "sim: invalid device ordinal ", index, ", there are ", device_count());
+  const bool valid = index >= 0 && index < device_count();
+  TORCH_CHECK(valid, "sim: invalid device ordinal ", index, ", there are ", device_count());
 }
 
 void leave_out(std::string kind, bool on) {
