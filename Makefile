@@ -55,8 +55,8 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/paceline bench all $(ARGS)
 
 docs: $(VENV)/.installed-dev
-	$(PIP) install --quiet --constraint constraints.txt '.[docs]'
-	$(BIN)/python docs/build.py --output site
+	$(PIP) install --quiet --constraint constraints.txt mkdocs
+	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 native-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/native $(ARGS)

@@ -25,9 +25,9 @@ RENDEZVOUS = "PACELINE_TEST_RENDEZVOUS"
 _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: stock DistributedDataParallel imports it when first made, over a second in every rank.
-_PRELOADED = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
-_context.set_forkserver_preload(_PRELOADED)
+# torch._dynamo: the first optimizer a process makes imports it, for more than a second.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
+_context.set_forkserver_preload(_PRELOAD)
 
 
 class RankDied(Exception):
