@@ -57,6 +57,15 @@ def test_collectives_give_the_right_values(sim_machine):
         objects: list[object] = [None] * world
         dist.all_gather_object(objects, {"rank": rank})
         assert objects == [{"rank": 0}, {"rank": 1}]
+        group = dist.distributed_c10d._get_default_group()
+        value = ramp()
+        group.allreduce(value, dist.ReduceOp.MAX).wait()
+        assert value.tolist() == ramp(2).tolist()
+        value = ramp()
+        group.broadcast(value, 1).wait()
+        assert value.tolist() == ramp(2).tolist()
+        group.allgather(gathered, ramp()).wait()
+        assert [part.tolist() for part in gathered] == [ramp(1).tolist(), ramp(2).tolist()]
         host = torch.ones(3)
         dist.all_reduce(host, group=dist.new_group([0, 1]))
         assert host.tolist() == [2, 2, 2]

@@ -106,10 +106,10 @@ class StreamOrderedGroup(dist.ProcessGroup):
             future = _completed(self._future(device), result)
         return StreamWork(device, future, stream, self._held([*reads, *writes]))
 
-    # ---- collectives
+    # ---- collectives; the first ones also in torch's short forms, with one tensor and a plain operation or root
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
-        op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
+    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> StreamWork:
+        tensors, op = _listed(tensors), getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, op)
         return self._launch("all_reduce", [], tensors, lambda views: self._reduce_each(views, op), tensors)
@@ -117,8 +117,8 @@ class StreamOrderedGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
         return self.allreduce(tensors, opts)
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
-        root = 0 if opts is None else opts.rootRank
+    def broadcast(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> StreamWork:
+        tensors, root = _listed(tensors), getattr(opts, "rootRank", opts or 0)
 
         def exchange(views: list[Tensor]) -> None:
             for view in views:
@@ -139,7 +139,10 @@ class StreamOrderedGroup(dist.ProcessGroup):
         am_root = self.rank() == opts.rootRank
         return self._launch("reduce", [] if am_root else tensors, tensors if am_root else [], exchange, tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> StreamWork:
+    def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> StreamWork:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]
+
         def exchange(views: list[Tensor]) -> None:
             self._wire.allgather([views[1:]], [views[0]]).wait()
 
@@ -230,6 +233,10 @@ class StreamOrderedGroup(dist.ProcessGroup):
 
     def getGroupDesc(self) -> str:  # noqa: N802
         return self._description
+
+
+def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
 
 
 def _one_device(tensors: Sequence[Tensor]) -> torch.device:
