@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 1
+#define PLC_ABI_VERSION 2
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -110,7 +110,7 @@ typedef struct {
 
 typedef struct {
     uint32_t status;
-    int32_t rank;           /* the peer concerned, -1 if none */
+    int32_t rank;           /* the peer concerned, -1 if none; for PLC_TIMEOUT the rank whose time was up */
     uint64_t sequence;      /* call in which it was noticed */
     uint32_t missing_count;
     uint32_t missing[PLC_MAX_RANKS]; /* ranks that had not arrived */
@@ -138,10 +138,14 @@ PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, 
                           const plc_config *config, const int *pidfds, plc_comm **out);
 /* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
 PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
+/* Give up the seat: peers are told, waits of this rank's other threads end with PLC_ABORTED, as do later calls. Memory
+ * and threads are released; the handle itself stays valid until plc_comm_free, which the last user calls. In a forked
+ * child neither touches what belongs to the parent. */
 PLC_API void plc_comm_leave(plc_comm *comm);
+PLC_API void plc_comm_free(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
-PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's last compared call */
+PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's call in the last mismatch */
 PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
 /* Say and read a pid, so that peers can name each other. */
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
@@ -163,7 +167,9 @@ PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeo
 /* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
 typedef struct plc_arena plc_arena;
 PLC_API uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets);
-PLC_API int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out);
+/* Map through a descriptor of plc_arena_bytes zero bytes, or use an existing mapping when fd is -1 (ranks as threads). */
+PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets,
+                           plc_arena **out);
 PLC_API void plc_arena_close(plc_arena *arena);
 PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
 /* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks. */

@@ -29,7 +29,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -173,6 +173,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "plc_comm_settle": (_I32, [_PTR, _I32]),
     "plc_comm_leave": (None, [_PTR]),
+    "plc_comm_free": (None, [_PTR]),
     "plc_comm_abort": (_I32, [_PTR]),
     "plc_comm_failure": (None, [_PTR, C.POINTER(Failure)]),
     "plc_comm_calls": (None, [_PTR, C.POINTER(CallRecord)]),
@@ -187,7 +188,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_receive": (_I32, [_PTR, C.POINTER(Message)]),
     "plc_message_wait": (_I32, [_PTR, C.POINTER(Message), _I64]),
     "plc_arena_bytes": (_U64, [_U32, _U64, _U32]),
-    "plc_arena_open": (_I32, [_PTR, _I32, _U64, _U32, C.POINTER(C.c_void_p)]),
+    "plc_arena_open": (_I32, [_PTR, _I32, _PTR, _U64, _U32, C.POINTER(C.c_void_p)]),
     "plc_arena_close": (None, [_PTR]),
     "plc_arena_region": (_PTR, [_PTR, _U32]),
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
