@@ -21,12 +21,14 @@ from paceline.errors import (
     NativeError,
     PacelineError,
     PeerLost,
+    StepError,
 )
 
 if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
     from paceline.launch.group import (
         destroy_process_group,
         init_process_group,
@@ -58,6 +60,10 @@ _LAZY: dict[str, str] = {
     "spawn": "paceline.launch.spawn",
     "save": "paceline.checkpoint",
     "load": "paceline.checkpoint",
+    "DistributedDataParallel": "paceline.ddp",
+    "SyncBatchNorm": "paceline.ddp",
+    "replicate": "paceline.ddp",
+    "replica_of": "paceline.ddp",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"ray"}
@@ -71,8 +77,13 @@ __all__ = [
     "CollectiveTimeout",
     "PeerLost",
     "GroupAborted",
+    "StepError",
     "LaunchError",
     "NativeError",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "replicate",
+    "replica_of",
     "DataLoader",
     "DistributedSampler",
     "Evaluation",

@@ -17,10 +17,20 @@ from paceline.errors import ConfigError
 from paceline.shm import BucketArena, Communicator
 from paceline.shm.native import ANY_SOURCE, Kind, Message, Request
 
-__all__ = ["SUM", "Engine", "HostEngine", "Reduction", "Ticket", "address_of", "core_dtype", "dtype_label"]
+__all__ = [
+    "DTYPE_CODES",
+    "SUM",
+    "Engine",
+    "HostEngine",
+    "Reduction",
+    "Ticket",
+    "address_of",
+    "core_dtype",
+    "dtype_label",
+]
 
 _BYTES = 16
-_DTYPES = {
+DTYPE_CODES = {
     torch.uint8: 0,
     torch.int8: 1,
     torch.uint16: 2,
@@ -332,7 +342,7 @@ def dtype_label(tensor: torch.Tensor) -> int:
 def core_dtype(tensor: torch.Tensor) -> int:
     """The core's number for a tensor's element type."""
     try:
-        return _DTYPES[tensor.dtype]
+        return DTYPE_CODES[tensor.dtype]
     except KeyError:
         raise ConfigError(f"{tensor.dtype} cannot be reduced: torch itself does not add it") from None
 

@@ -1,1 +1,5 @@
-"""To come."""
+"""Seeing what a run does."""
+
+from paceline.observe.progress import Progress
+
+__all__ = ["Progress"]

@@ -140,7 +140,7 @@ class Communicator:
         self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
     ) -> None:
         """Reduce `count` elements in place."""
-        status = self._allreduce(self.handle, address, count, dtype, op, factor, timeout_ns)
+        status = self._allreduce(self._handle or self.handle, address, count, dtype, op, factor, timeout_ns)
         if status:
             raise self.error(status, Kind.ALLREDUCE)
 

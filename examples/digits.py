@@ -1,0 +1,144 @@
+"""Trains a small convolutional network on scikit-learn's digits with every core: one rank per core.
+
+    make train                          # all defaults
+    make train ARGS="--epochs 5 --ranks 4"
+    paceline run examples/digits.py     # the same, started by the launcher
+
+The gradient is that of the global batch at any number of ranks, ragged last batch included, and every test image is
+counted once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+
+import sklearn.datasets
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import paceline
+from paceline.observe import Progress
+
+TEST_IMAGES = 360
+
+
+def digits() -> tuple[TensorDataset, TensorDataset]:
+    """1437 images to learn from and 360 to test with, 8 x 8 pixels each."""
+    images, labels = sklearn.datasets.load_digits(return_X_y=True)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    x = torch.tensor(images, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)[order]
+    y = torch.tensor(labels)[order]
+    return TensorDataset(x[TEST_IMAGES:], y[TEST_IMAGES:]), TensorDataset(x[:TEST_IMAGES], y[:TEST_IMAGES])
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(64 * 4 * 4, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+    )
+
+
+def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str, float]:
+    """What every rank does."""
+    paceline.init_process_group()
+    torch.manual_seed(0)
+    learn, test = digits()
+    loader = paceline.DataLoader(learn, batch_size=options.batch_size, shuffle=True, seed=options.seed)
+    model = paceline.DistributedDataParallel(network())
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    steps = options.epochs * len(loader)
+    start = time.perf_counter()
+    with Progress(steps, terminal=terminal, enabled=paceline.is_main()) as progress:
+        for _ in range(options.epochs):
+            for x, y in loader:
+                optimizer.zero_grad()
+                loss = nn.functional.cross_entropy(model(x), y)
+                loss.backward()
+                optimizer.step()
+                progress.step(loss.item(), len(x) * paceline.world_size(), model.last_sync_seconds)
+        share = progress.sync_share
+    speed = options.epochs * len(learn) / (time.perf_counter() - start)
+    accuracy = evaluate(model.module, test)
+    paceline.destroy_process_group()
+    return {"accuracy": accuracy, "samples_per_second": speed, "sync_share": share}
+
+
+def evaluate(model: nn.Module, test: TensorDataset) -> float:
+    """Every test image once, on whichever rank; no collective inside the loop."""
+    model.eval()
+    evaluation = paceline.Evaluation(test, batch_size=60)
+    with torch.no_grad():
+        for x, y in evaluation:
+            evaluation.add(correct=(model(x).argmax(1) == y).double())
+    return evaluation.result().mean("correct")
+
+
+def alone(options: argparse.Namespace, threads: int) -> float:
+    """The same training in one process without Paceline's classes: samples per second."""
+    torch.set_num_threads(threads)
+    learn, _ = digits()
+    loader = torch.utils.data.DataLoader(learn, batch_size=options.batch_size, shuffle=True)
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
+    samples, start = 0, 0.0
+    for epoch in range(3):  # the first one warms up
+        if epoch == 1:
+            samples, start = 0, time.perf_counter()
+        for x, y in loader:
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(x), y).backward()
+            optimizer.step()
+            samples += len(x)
+    return samples / (time.perf_counter() - start)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", default="auto", help="number of ranks (default: one per core)")
+    parser.add_argument("--epochs", type=int, default=15)
+    parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-compare", action="store_true", help="do not measure one process for comparison")
+    return parser.parse_args()
+
+
+def report(found: dict[str, float], ranks: int) -> None:
+    print(f"test accuracy   {found['accuracy']:.2%} of {TEST_IMAGES} images, each counted once")
+    print(f"speed           {found['samples_per_second']:,.0f} samples/s on {ranks} ranks, {found['sync_share']:.1%} "
+          "of the time spent synchronising")  # fmt: skip
+
+
+def main() -> None:
+    options = arguments()
+    if "RANK" in os.environ:  # started by `paceline run`, torchrun or the like: be one rank
+        found = train(options)
+        if int(os.environ["RANK"]) == 0:
+            report(found, int(os.environ.get("WORLD_SIZE", "1")))
+        return
+    terminal = os.ttyname(1) if sys.stdout.isatty() else None
+    results = paceline.spawn(train, (options, terminal), options.ranks)
+    report(results[0], len(results))
+    if not options.no_compare:
+        for threads in sorted({1, len(os.sched_getaffinity(0))}):
+            (speed,) = paceline.spawn(alone, (options, threads), 1)
+            times = results[0]["samples_per_second"] / speed
+            print(f"one process     {speed:,.0f} samples/s with {threads} thread{'s' * (threads > 1)}: "
+                  f"{len(results)} ranks are {times:.2f} times as fast")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
