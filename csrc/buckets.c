@@ -135,7 +135,7 @@ static void weigh(const plc_arena *arena, weighting *out) {
         samples += n[2];
         longest = MAX(longest, n[3]);
     }
-    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, 1);
+    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, UINT64_C(1));
     if (!arena->by_samples) return;
     bool equal = true;
     for (uint32_t r = 0; r < ranks; r++) {
