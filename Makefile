@@ -16,6 +16,7 @@ help:
 	@echo "make bench        all benchmarks, tables on the terminal"
 	@echo "make docs         the documentation as HTML in site/"
 	@echo "make native-test  sanitizer builds of the native core"
+	@echo "make gpu-test     the device tests on this machine's GPUs instead of simulated ones"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -54,11 +55,14 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/paceline bench all $(ARGS)
 
 docs: $(VENV)/.installed-dev
-	$(PIP) install --quiet --constraint constraints.txt '.[docs]'
-	$(BIN)/python docs/build.py --output site
+	$(PIP) install --quiet --constraint constraints.txt mkdocs
+	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 native-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/native $(ARGS)
+
+gpu-test: $(VENV)/.installed-dev
+	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/devices/test_matrix_*.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

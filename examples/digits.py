@@ -60,6 +60,7 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
     model = paceline.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     steps = options.epochs * len(loader)
+    start = time.perf_counter()
     with Progress(steps, terminal=terminal, enabled=paceline.is_main()) as progress:
         for _ in range(options.epochs):
             for x, y in loader:
@@ -68,8 +69,9 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
                 loss.backward()
                 optimizer.step()
                 progress.step(loss.item(), len(x) * paceline.world_size(), model.last_sync_seconds)
-        speed, share = progress.samples_per_second, progress.sync_share
-    accuracy = evaluate(model, test)
+        share = progress.sync_share
+    speed = options.epochs * len(learn) / (time.perf_counter() - start)
+    accuracy = evaluate(model.module, test)
     paceline.destroy_process_group()
     return {"accuracy": accuracy, "samples_per_second": speed, "sync_share": share}
 

@@ -38,9 +38,7 @@ def simulated_hosts(count: int) -> Iterator[list[int]]:
         _inside(switch, "ip", "link", "set", "bridge", "up")
         for index, host in enumerate(hosts):
             port = f"port{index}"
-            _inside(
-                switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host)]
-            )
+            _inside(switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host)])
             _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
             _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", INTERFACE)
             _inside(host, "ip", "link", "set", INTERFACE, "up")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import threading
@@ -24,13 +25,48 @@ def snapshot() -> dict[str, set[str]]:
 
 
 def leaks(before: dict[str, set[str]]) -> list[str]:
-    """What is there now and was not before, after a short grace for things that are just ending."""
+    """What is there now and was not before, and stays for a short grace: some things are just ending.
+
+    Only what is there at every look counts: other programs on the machine come and go in shared memory meanwhile.
+    """
+    found = _new_since(before)
     deadline = time.monotonic() + GRACE_S
-    while True:
-        found = [f"{kind}: {item}" for kind, now in snapshot().items() for item in sorted(now - before[kind])]
-        if not found or time.monotonic() > deadline:
-            return found
+    while found and time.monotonic() < deadline:
         time.sleep(0.02)
+        found &= _new_since(before)
+    return sorted(item for item in found if not _belongs_to_another_program(item))
+
+
+def _new_since(before: dict[str, set[str]]) -> set[str]:
+    return {f"{kind}: {item}" for kind, now in snapshot().items() for item in now - before[kind]}
+
+
+def _belongs_to_another_program(item: str) -> bool:
+    """Whether a file in shared memory is mapped by a process that we did not start."""
+    kind, _, path = item.partition(": ")
+    if kind != "shared memory object" or not path.startswith(str(_SHM)):
+        return False
+    ours = _descendants()
+    for process in pathlib.Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int(process.name) not in ours and path in (process / "maps").read_text():
+                return True
+    return False
+
+
+def _descendants() -> set[int]:
+    """This process and all below it, those of the fork server included."""
+    found = {os.getpid()}
+    parents = {}
+    for stat in pathlib.Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    grown = True
+    while grown:
+        children = {pid for pid, parent in parents.items() if parent in found} - found
+        found |= children
+        grown = bool(children)
+    return found
 
 
 def _tolerated(name: str) -> bool:

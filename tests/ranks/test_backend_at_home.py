@@ -362,3 +362,25 @@ def test_wrong_arguments_say_what_is_wrong():
         dist.destroy_process_group()
 
     run_ranks(2, check)
+
+
+@pytest.mark.parametrize("backend", ["cpu:paceline,cuda:gloo", "cuda:gloo,cpu:paceline"])
+def test_beside_a_backend_for_another_device(backend):
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group(backend)
+        group = dist.group.WORLD
+        data = torch.ones(3)
+        dist.all_reduce(data)
+        assert data[0].item() == world
+        assert group._get_backend(torch.device("cpu")).name() == "paceline"
+        assert isinstance(group._get_backend(torch.device("cuda")), dist.ProcessGroupGloo)
+        assert set(group._device_types) == {torch.device("cpu"), torch.device("cuda")}
+        part = dist.new_group([0, 1])
+        dist.all_reduce(data, group=part)
+        assert data[0].item() == world**2
+        dist.destroy_process_group()
+
+    run_ranks(2, check)

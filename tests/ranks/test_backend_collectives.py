@@ -75,7 +75,9 @@ def make(case, rank, shape, salt=0):
     generator = torch.Generator().manual_seed(case.seed + 1000 * rank + salt)
     low = 0 if case.dtype == "uint8" else -3
     numbers = torch.randint(low, 4, shape, generator=generator)
-    values = torch.complex(numbers.double(), (numbers * 2).double()).to(dtype) if dtype.is_complex else numbers.to(dtype)
+    values = (
+        torch.complex(numbers.double(), (numbers * 2).double()).to(dtype) if dtype.is_complex else numbers.to(dtype)
+    )
     if case.layout == "transposed" and values.dim() == 2:
         return values.t().contiguous().t()
     if case.layout == "strided":

@@ -103,7 +103,9 @@ def test_a_mismatch_is_told_to_all_hosts():
 
         enter(hosts[rank // 2])
         init_group("paceline")
-        with pytest.raises(MismatchError, match=r"(?s)rank 0: all_reduce of 10 float32.*rank 3: all_reduce of 11 float32"):
+        with pytest.raises(
+            MismatchError, match=r"(?s)rank 0: all_reduce of 10 float32.*rank 3: all_reduce of 11 float32"
+        ):
             dist.all_reduce(torch.ones(11 if rank == 3 else 10))
         data = torch.ones(10)
         dist.all_reduce(data)
@@ -140,5 +142,3 @@ def test_a_rank_lost_on_another_host_is_noticed():
         outcomes = run_ranks(4, check, hosts, check=False, timeout=60)
     assert [type(o.error).__name__ for o in outcomes] == ["NoneType", "NoneType", "NoneType", "RankDied"]
     assert all(o.value < 5 for o in outcomes[:3]), [o.value for o in outcomes]
-
-

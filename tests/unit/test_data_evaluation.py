@@ -36,6 +36,7 @@ def of_ranks(length, world, batch_size):
     return Evaluation.merge([pickle.loads(pickle.dumps(part)) for part in parts])
 
 
+@pytest.mark.timeout(400)  # all 1,600 cases, on a machine that may be busy
 @pytest.mark.parametrize("lengths", [(1, 3, 7, 16), pytest.param(range(1, 41), marks=pytest.mark.slow)])
 def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
     for length in lengths:
@@ -123,6 +124,8 @@ def test_use_at_the_wrong_time():
         run(Evaluation(data(4), 4, rank=1, world_size=2)).result()
     with pytest.raises(ConfigError, match="batch_size"):
         Evaluation(data(4), 0)
+    with pytest.raises(ConfigError, match="has no length"):
+        Evaluation(iter([1]), 1)
     evaluation = Evaluation(data(4), 2)
     for number, (_, index) in enumerate(evaluation):
         if number == 0:

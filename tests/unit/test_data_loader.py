@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from paceline import ConfigError, DataLoader, DistributedSampler, GlobalBatchSampler
+from paceline import ConfigError, DataLoader, DistributedSampler, GlobalBatchSampler, ShardedIterable
 from paceline.data.seeding import seed_all
 
 LENGTH = 23
@@ -72,6 +72,15 @@ def test_order_and_random_numbers_do_not_depend_on_ranks_or_workers():
     assert epoch_of(2, 2, shuffle=True, seed=3, persistent_workers=True, epochs=2) == epoch_of(
         1, shuffle=True, seed=3, epochs=2
     )
+
+
+@pytest.mark.slow
+def test_workers_that_are_not_forked():
+    options = {"shuffle": True, "seed": 3, "multiprocessing_context": "forkserver"}
+    assert epoch_of(1, 1, **options) == epoch_of(1, shuffle=True, seed=3)
+    stream = ShardedIterable(list(range(LENGTH)), 5)
+    batches = DataLoader(stream, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True)
+    assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in DataLoader(stream)]
 
 
 def test_noise_belongs_to_the_sample_its_epoch_and_the_seed():

@@ -102,6 +102,11 @@ class Evaluation:
     ) -> None:
         if batch_size < 1:
             raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
+        if not hasattr(dataset, "__len__"):
+            raise ConfigError(
+                f"{type(dataset).__name__} has no length, so it cannot be divided among ranks: evaluate a map-style "
+                "dataset, or list(dataset)"
+            )
         self._communicates = rank is None and dist.is_available() and dist.is_initialized()
         self._group = group
         if group is not None:

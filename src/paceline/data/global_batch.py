@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterator, Mapping, Sequence, Sized
 from typing import Any
 
@@ -180,7 +179,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
 
 def _length(dataset_or_length: Sized | int) -> int:
-    length = int(dataset_or_length) if isinstance(dataset_or_length, numbers.Integral) else _len(dataset_or_length)
+    length = int(dataset_or_length) if isinstance(dataset_or_length, int | np.integer) else _len(dataset_or_length)
     if not 0 <= length <= _MAX_LENGTH:
         raise ConfigError(f"the dataset's length must be from 0 to 2**62, found {length}")
     return length

@@ -85,7 +85,7 @@ class ShardedIterable(IterableDataset[Portion]):
 
     def announce(self, epoch: int, first: int) -> None:
         """Tell worker processes, running or to come, which pass they load for."""
-        self._pass.share_memory_()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._pass.share_memory_()
         self._pass.copy_(torch.tensor([epoch, first]))
 
     def __iter__(self) -> Iterator[Portion]:

@@ -11,6 +11,7 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from paceline.groups.engine import Engine, HostEngine
+from paceline.groups.other_devices import other_backends
 from paceline.groups.process_group import PacelineGroup
 from paceline.shm import Communicator, host_identity, native_status
 from paceline.shm.rendezvous import exchange
@@ -22,7 +23,12 @@ _NO_CORE = "none"
 
 def create_group(options: Any, backend_options: Any) -> Any:
     """Called by torch.distributed for every group of backend `paceline`, on all its ranks."""
-    return _join(options.store, options.group_rank, options.group_size, options.timeout)
+    others = other_backends(options)
+    group = _join(options.store, options.group_rank, options.group_size, options.timeout)
+    if isinstance(group, PacelineGroup):
+        for device, backend in others.items():
+            group.add_backend(device, backend)
+    return group
 
 
 def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

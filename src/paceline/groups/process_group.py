@@ -32,7 +32,7 @@ _REAL_DTYPES = {dtype: code for dtype, code in DTYPE_CODES.items() if not dtype.
 _DONE = DoneWork([])
 _REDUCTIONS = {code: Reduction(code) for code in range(_PREMUL_SUM)}
 
-Tensors = Sequence[torch.Tensor]
+_Tensors = Sequence[torch.Tensor]
 
 
 # torch's stubs give each method several overloads, which one Python method serves; restating them would say nothing.
@@ -275,7 +275,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(
-        self, output: torch.Tensor, inputs: Tensors, reduction: Reduction, wait: bool, timeout_ns: int
+        self, output: torch.Tensor, inputs: _Tensors, reduction: Reduction, wait: bool, timeout_ns: int
     ) -> Work:
         _check_same_dtype("reduce_scatter", [output, *inputs])
         out, finish = _laid_out(output, read=False)
@@ -500,7 +500,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
 
     def _together(
         self,
-        tensors: Tensors,
+        tensors: _Tensors,
         start: Callable[[torch.Tensor, bool], Ticket | None],
         result: list[torch.Tensor],
         wait: bool,
@@ -657,7 +657,7 @@ def _each(steps: Any) -> Callable[[], None] | None:
     return run
 
 
-def _check_same_dtype(call: str, tensors: Tensors) -> None:
+def _check_same_dtype(call: str, tensors: _Tensors) -> None:
     kinds = {tensor.dtype for tensor in tensors}
     if len(kinds) > 1:
         raise ConfigError(f"{call}: all tensors of a call must have one dtype, got {sorted(map(str, kinds))}")

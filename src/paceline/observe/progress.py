@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import pathlib
 import sys
 import time
 from types import TracebackType
@@ -20,7 +21,7 @@ class Progress:
     """Shows how a run goes on: a live bar on a terminal, a line every two seconds elsewhere.
 
     `terminal` is the path of the terminal to draw on, for a rank whose own output goes through a launcher; by default
-    the bar is drawn where standard error goes, if that is a terminal. Only one rank should have one (`paceline.is_main()`).
+    the bar is drawn where standard error goes, if that is a terminal. One rank should have one: `paceline.is_main()`.
     """
 
     def __init__(self, steps: int, *, terminal: str | None = None, enabled: bool = True) -> None:
@@ -78,7 +79,9 @@ class Progress:
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
         from rich.progress import Progress as Bar
 
-        file = None if self._terminal is None else self._stack.enter_context(open(self._terminal, "w"))
+        file = None
+        if self._terminal is not None:
+            file = self._stack.enter_context(pathlib.Path(self._terminal).open("w"))  # noqa: SIM115 - it is one
         console = Console(file=file, stderr=file is None, force_terminal=True)
         columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[text]}"), TimeRemainingColumn())
         bar = self._stack.enter_context(Bar(*columns, console=console))

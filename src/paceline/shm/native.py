@@ -195,6 +195,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
+    "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
+    "plc_arena_weigh": (None, [_PTR, _I32, _I32]),
 }
 
 

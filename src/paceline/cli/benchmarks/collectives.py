@@ -33,7 +33,7 @@ _PACELINE, _GLOO, _MPI, _IN_PLACE, _LIMIT = "paceline", "gloo", "mpi", "in place
 
 
 @dataclasses.dataclass
-class Figures:
+class _Figures:
     """Seconds of each repetition, on the slowest rank's clock."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
@@ -84,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 # --- measuring -------------------------------------------------------------------------------------
-def _measure(ranks: int, sizes: list[int], options: argparse.Namespace) -> dict[int, dict[str, Figures]]:
+def _measure(ranks: int, sizes: list[int], options: argparse.Namespace) -> dict[int, dict[str, _Figures]]:
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory, _mpi(ranks, directory, options) as mpi:
         job = (ranks, sizes, options.rounds, options.seconds, directory, mpi)
@@ -97,7 +97,7 @@ def _measure(ranks: int, sizes: list[int], options: argparse.Namespace) -> dict[
         if failed:
             raise PacelineError(f"the benchmark failed: {'; '.join(failed)}")
         found = json.loads(pathlib.Path(directory, "figures").read_text())
-    return {int(size): {name: Figures(times) for name, times in row.items()} for size, row in found.items()}
+    return {int(size): {name: _Figures(times) for name, times in row.items()} for size, row in found.items()}
 
 
 def _rank(rank: int, ranks: int, sizes: list[int], rounds: int, seconds: float, directory: str, mpi: bool) -> None:
@@ -122,10 +122,10 @@ def _rank(rank: int, ranks: int, sizes: list[int], rounds: int, seconds: float, 
     dist.destroy_process_group()
 
 
-Turn = Callable[[int], list[float]]  # runs a number of repetitions, returns the seconds of each
+_Turn = Callable[[int], list[float]]  # runs a number of repetitions, returns the seconds of each
 
 
-def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> dict[str, Turn]:
+def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> dict[str, _Turn]:
     import torch
     import torch.distributed as dist
 
@@ -133,7 +133,7 @@ def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> 
     ranks = dist.get_world_size()
     wanted = float(sum(range(1, ranks + 1)))
 
-    def all_reduce(group: Any) -> Turn:
+    def all_reduce(group: Any) -> _Turn:
         def turn(repetitions: int) -> list[float]:
             times = []
             for _ in range(repetitions):
@@ -158,7 +158,7 @@ def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> 
     return turns
 
 
-def _in_place_turn(size: int, rank: int, wanted: float) -> Turn:
+def _in_place_turn(size: int, rank: int, wanted: float) -> _Turn:
     import torch
     import torch.distributed as dist
 
@@ -183,7 +183,7 @@ def _in_place_turn(size: int, rank: int, wanted: float) -> Turn:
     return turn
 
 
-def _limit_turn(data: Any) -> Turn:
+def _limit_turn(data: Any) -> _Turn:
     import torch.distributed as dist
 
     def turn(repetitions: int) -> list[float]:
@@ -198,12 +198,12 @@ def _limit_turn(data: Any) -> Turn:
     return turn
 
 
-def _take_turns(contestants: dict[str, Turn], size: int, rounds: int, seconds: float) -> dict[str, Figures]:
+def _take_turns(contestants: dict[str, _Turn], size: int, rounds: int, seconds: float) -> dict[str, _Figures]:
     """Round by round, everyone in turn. The slowest rank's time counts."""
     import torch
     import torch.distributed as dist
 
-    found = {name: Figures() for name in contestants}
+    found = {name: _Figures() for name in contestants}
     for name, turn in contestants.items():
         first = torch.tensor([max(turn(2))])
         dist.all_reduce(first, dist.ReduceOp.MAX)
@@ -251,7 +251,7 @@ def _tell_mpi(directory: str, rank: int, line: str) -> None:
         pipe.write(f"{line}\n")
 
 
-def _mpi_turn(size: int, rank: int, directory: str) -> Turn:
+def _mpi_turn(size: int, rank: int, directory: str) -> _Turn:
     def turn(repetitions: int) -> list[float]:
         _tell_mpi(directory, rank, f"{size} {repetitions}")
         with open(f"{directory}/from-{rank}") as pipe:
@@ -275,7 +275,7 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _print(ranks: int, figures: dict[int, dict[str, Figures]]) -> None:
+def _print(ranks: int, figures: dict[int, dict[str, _Figures]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
