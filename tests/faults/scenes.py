@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -67,21 +68,30 @@ def exit_with(code: int) -> Callable[[], None]:
 
 
 def native_left_over() -> tuple[str, ...]:
-    """Mappings and descriptors of the engine that this process still has."""
-    maps = [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:paceline" in line]
+    """Mappings, descriptors and threads of the engine that this process still has, after a grace for ending threads."""
+    deadline = time.monotonic() + 2.0
+    while (found := _mappings() + _descriptors() + _threads()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return tuple(found)
+
+
+def _mappings() -> list[str]:
+    return [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:paceline" in line]
+
+
+def _descriptors() -> list[str]:
+    found = []
     for entry in os.scandir("/proc/self/fd"):
-        try:
+        with contextlib.suppress(OSError):
             target = os.readlink(entry.path)
-        except OSError:
-            continue
-        if "memfd:paceline" in target or "pidfd" in target:
-            maps.append(f"descriptor {entry.name} -> {target}")
-    native_threads = [
-        task.name
-        for task in pathlib.Path("/proc/self/task").iterdir()
-        if int(task.name) != os.getpid() and int(task.name) not in _TASKS_BEFORE
-    ]
-    return (*maps, *(f"thread {name}" for name in native_threads))
+            if "memfd:paceline" in target or "pidfd" in target:
+                found.append(f"descriptor {entry.name} -> {target}")
+    return found
+
+
+def _threads() -> list[str]:
+    tasks = {int(task.name) for task in pathlib.Path("/proc/self/task").iterdir()}
+    return [f"thread {task}" for task in sorted(tasks - _TASKS_BEFORE)]
 
 
 _TASKS_BEFORE: set[int] = set()
