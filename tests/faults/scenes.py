@@ -6,7 +6,6 @@ import dataclasses
 import os
 import pathlib
 import resource
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -203,4 +202,3 @@ def large_all_reduces(rank: int, victim: int) -> None:
     data = torch.ones(8_000_000)
     while True:
         dist.all_reduce(data)
-

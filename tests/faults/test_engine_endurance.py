@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 import random
@@ -71,11 +72,11 @@ def _lose_one_after_the_other(rank, world, seed, log):
             threading.Timer(delay, scenes.die_by(signal.SIGKILL)).start()
         choice = random.Random(plan.random())
 
-        def work(me=members.index(rank), size=len(members), choice=choice):
+        def work(me, size, choice):
             while True:
                 _random_call(me, size, choice)
 
-        report = report_of(work)
+        report = report_of(functools.partial(work, members.index(rank), len(members), choice))
         with open(f"{log}.{rank}", "ab") as file:  # a later victim takes nothing back with it
             pickle.dump((members.index(victim), report), file)
         members.remove(victim)

@@ -46,13 +46,16 @@ def _why_not(sanitizer: str, directory: pathlib.Path) -> str | None:
     source.write_text("int main(void) { return 0; }\n")
     try:
         built = subprocess.run(
-            [*COMPILER, *SANITIZERS[sanitizer], str(source), "-o", str(program)], capture_output=True, text=True
+            [*COMPILER, *SANITIZERS[sanitizer], str(source), "-o", str(program)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except OSError as error:
         return f"no C compiler: {error}"
     if built.returncode != 0:
         return f"no runtime for the {sanitizer} sanitizer: {built.stderr.strip().splitlines()[-1]}"
-    ran = subprocess.run([*_launcher(), str(program)], capture_output=True, text=True)
+    ran = subprocess.run([*_launcher(), str(program)], capture_output=True, text=True, check=False)
     return None if ran.returncode == 0 else f"the {sanitizer} sanitizer does not run here: {ran.stderr.strip()}"
 
 
@@ -60,7 +63,7 @@ def _launcher() -> list[str]:
     """The thread sanitizer's memory layout does not fit every kernel's address randomisation."""
     without_randomisation = ["setarch", "-R"]
     try:
-        works = subprocess.run([*without_randomisation, "true"], capture_output=True).returncode == 0
+        works = subprocess.run([*without_randomisation, "true"], capture_output=True, check=False).returncode == 0
     except OSError:
         works = False
     return without_randomisation if works else []

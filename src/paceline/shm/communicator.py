@@ -292,7 +292,7 @@ class Communicator:
             values,
         )
 
-    def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:
+    def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:  # noqa: PLR0911 - one per status
         peer = "any rank" if message.peer == ANY_SOURCE else f"rank {self.names[message.peer]}"
         what = f"{'send to' if is_send else 'recv from'} {peer} (tag {message.tag})"
         if status == Status.SIZE:
@@ -312,12 +312,11 @@ class Communicator:
                 f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
                 missing=[] if local == ANY_SOURCE else [self.names[local]],
             )
-        if status in (Status.PEER_LOST, Status.PEER_LEFT) and message.peer != ANY_SOURCE:
-            failure = native.Failure(status=status, rank=message.peer)
-            return self._group_error(status, failure, f"in {what}")
-        if status in (Status.PEER_LOST, Status.PEER_LEFT):
+        if status not in (Status.PEER_LOST, Status.PEER_LEFT):
+            return self.error(status, Kind.BARRIER)
+        if message.peer == ANY_SOURCE:
             return PeerLost(f"rank {self._me}: {what}: every other rank has ended or left the group")
-        return self.error(status, Kind.BARRIER)
+        return self._group_error(status, native.Failure(status=status, rank=message.peer), f"in {what}")
 
 
 def describe_call(call: native.CallRecord) -> str:
