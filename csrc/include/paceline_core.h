@@ -123,6 +123,9 @@ PLC_API uint64_t plc_element_bytes(uint32_t dtype);
 /* out = op over inputs[0..ranks-1], in that order, with the arithmetic of ALLREDUCE. */
 PLC_API int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype,
                              uint32_t op, double factor);
+/* The same with the instructions of one set by name ("avx2"), to compare them; PLC_INVALID where there are none. */
+PLC_API int plc_reduce_with(const char *instruction_set, void *out, const void *const *inputs, uint32_t ranks,
+                            uint64_t count, uint32_t dtype, uint32_t op, double factor);
 /* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue elsewhere. */
 PLC_API int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor);
 /* A digest of bytes, the same on every machine of one byte order. */

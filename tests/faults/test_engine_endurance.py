@@ -50,6 +50,11 @@ def _random_call(rank, world, choice):
         dist.reduce_scatter(torch.empty(count), [data] * world)
 
 
+def _calls_without_end(rank, world, choice):
+    while True:
+        _random_call(rank, world, choice)
+
+
 def _lose_one_after_the_other(rank, world, seed, log):
     import torch.distributed as dist
 
@@ -72,11 +77,7 @@ def _lose_one_after_the_other(rank, world, seed, log):
             threading.Timer(delay, scenes.die_by(signal.SIGKILL)).start()
         choice = random.Random(plan.random())
 
-        def work(me, size, choice):
-            while True:
-                _random_call(me, size, choice)
-
-        report = report_of(functools.partial(work, members.index(rank), len(members), choice))
+        report = report_of(functools.partial(_calls_without_end, members.index(rank), len(members), choice))
         with open(f"{log}.{rank}", "ab") as file:  # a later victim takes nothing back with it
             pickle.dump((members.index(victim), report), file)
         members.remove(victim)

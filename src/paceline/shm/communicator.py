@@ -292,7 +292,7 @@ class Communicator:
             values,
         )
 
-    def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:  # noqa: PLR0911 - one per status
+    def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:
         peer = "any rank" if message.peer == ANY_SOURCE else f"rank {self.names[message.peer]}"
         what = f"{'send to' if is_send else 'recv from'} {peer} (tag {message.tag})"
         if status == Status.SIZE:
@@ -302,18 +302,26 @@ class Communicator:
             )
         if status == Status.INVALID:
             return ConfigError(f"rank {self._me}: {what}: there is no such peer in a group of {self.size}")
+        if status == Status.TIMEOUT and self._failure().status != status:
+            return self._message_timeout(message, what)
+        if status in (Status.PEER_LOST, Status.PEER_LEFT):
+            return self._message_lost(status, message, what)
+        if status == Status.SYSTEM:
+            return self.error(status, Kind.BARRIER)
+        return self._group_error(status, self._failure(), f"in {what}")
+
+    def _message_timeout(self, message: Message, what: str) -> CollectiveTimeout:
+        known = message.peer != ANY_SOURCE
+        state = f" ({self._condition(message.peer)})" if known else ""
+        return CollectiveTimeout(
+            f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
+            missing=[self.names[message.peer]] if known else [],
+        )
+
+    def _message_lost(self, status: int, message: Message, what: str) -> Exception:
         failure = self._failure()
         if failure.status == status:  # the whole group failed, perhaps for another peer than this message's
             return self._group_error(status, failure, f"in {what}")
-        if status == Status.TIMEOUT:
-            local = message.peer
-            state = "" if local == ANY_SOURCE else f" ({self._condition(local)})"
-            return CollectiveTimeout(
-                f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
-                missing=[] if local == ANY_SOURCE else [self.names[local]],
-            )
-        if status not in (Status.PEER_LOST, Status.PEER_LEFT):
-            return self.error(status, Kind.BARRIER)
         if message.peer == ANY_SOURCE:
             return PeerLost(f"rank {self._me}: {what}: every other rank has ended or left the group")
         return self._group_error(status, native.Failure(status=status, rank=message.peer), f"in {what}")

@@ -163,6 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_instruction_set": (C.c_char_p, []),
     "plc_element_bytes": (_U64, [_U32]),
     "plc_reduce_local": (_I32, [_PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
+    "plc_reduce_with": (_I32, [C.c_char_p, _PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
     "plc_scale_local": (_I32, [_PTR, _U64, _U32, _U64]),
     "plc_digest": (_U64, [_PTR, _U64, _U64]),
     "plc_segment_bytes": (_U64, [_U32, C.POINTER(Config)]),
