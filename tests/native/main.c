@@ -10,7 +10,7 @@ typedef struct {
 static const scenario scenarios[] = {
     SCENARIO(collectives),       SCENARIO(direct),
     SCENARIO(submissions),        SCENARIO(messages),
-    SCENARIO(buckets),           SCENARIO(two_groups),         SCENARIO(mismatch),
+    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(two_groups),         SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
     SCENARIO(late_bucket),       SCENARIO(dead_rank),          SCENARIO(leave_early),
     SCENARIO(leave_under_own_threads), SCENARIO(wrong_arguments), SCENARIO(tags_out_of_order),

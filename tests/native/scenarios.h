@@ -10,6 +10,7 @@ void direct(uint64_t seed);
 void submissions(uint64_t seed);
 void messages(uint64_t seed);
 void buckets(uint64_t seed);
+void weighted_buckets(uint64_t seed);
 void two_groups(uint64_t seed);
 
 /* failures.c: what must fail, in the right way, on every rank */

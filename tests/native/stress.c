@@ -379,17 +379,54 @@ static void use_buckets(seat *at) {
     plc_arena_close(arena);
 }
 
-void buckets(uint64_t seed) {
+static void in_worlds_with_arena(rank_fn fn, uint64_t seed) {
     for (uint32_t ranks = 2; ranks <= 4; ranks++) {
         world w = new_world(ranks, 30000);
         uint64_t bytes = plc_arena_bytes(ranks, 8 * 50000, BUCKETS);
         w.shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
         CHECK(w.shared != MAP_FAILED, "mmap: errno %d", errno);
-        run_world(&w, use_buckets, seed + ranks);
+        run_world(&w, fn, seed + ranks);
         munmap(w.shared, bytes);
         end_world(&w);
     }
 }
+
+void buckets(uint64_t seed) { in_worlds_with_arena(use_buckets, seed); }
+
+/* Notes ride along with a bucket and weigh its average: by samples, which differ from rank to rank and use to use. */
+static double samples_of(uint64_t seed, uint32_t rank) { return (double)value(seed, rank + 100, 0) * 3; }
+
+static void weigh_buckets(seat *at) {
+    enum { ELEMENTS = 30000 };
+    plc_arena *arena;
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, at->in->shared, 8 * 50000, BUCKETS, &arena));
+    CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 0, ELEMENTS, PLC_F64, PLC_AVG));
+    plc_arena_weigh(arena, 1, 0);
+    double *mine = plc_arena_region(arena, at->rank), notes[8 * PLC_NOTE_NUMBERS];
+    for (int use = 0; use < 25; use++) {
+        uint64_t seed = next_random(&at->seed);
+        double own = samples_of(seed, at->rank), note[PLC_NOTE_NUMBERS] = {0, own, own, 1}, samples = 0;
+        for (uint32_t r = 0; r < at->ranks; r++) samples += samples_of(seed, r);
+        for (uint64_t i = 0; i < ELEMENTS; i++) mine[i] = (double)value(seed, at->rank, i);
+        maybe_nap(at);
+        uint32_t number = plc_arena_note(arena, note, 1);
+        CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, 0));
+        CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, 0, -1));
+        plc_arena_read_notes(arena, number, notes);
+        for (uint32_t r = 0; r < at->ranks; r++)
+            CHECK(notes[r * PLC_NOTE_NUMBERS + 1] == samples_of(seed, r), "note of rank %u", r);
+        for (uint64_t i = 0; i < ELEMENTS; i++) {
+            double expected = 0;
+            for (uint32_t r = 0; r < at->ranks; r++) expected += samples_of(seed, r) / samples * (double)value(seed, r, i);
+            double error = mine[i] - expected;
+            CHECK(error < 1e-9 && error > -1e-9, "use %d, element %lu: %g instead of %g", use, (unsigned long)i, mine[i],
+                  expected);
+        }
+    }
+    plc_arena_close(arena);
+}
+
+void weighted_buckets(uint64_t seed) { in_worlds_with_arena(weigh_buckets, seed); }
 
 /* --- everything at once: two communicators of the same ranks, used from two threads each ---------------------------- */
 static void *collectives_in_a_thread(void *argument) {
