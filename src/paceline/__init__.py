@@ -25,10 +25,12 @@ from paceline.errors import (
 
 if TYPE_CHECKING:
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
+    from paceline.dp import DataParallel
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
     "DataLoader": "paceline.data",
+    "DataParallel": "paceline.dp",
     "DistributedSampler": "paceline.data",
     "Evaluation": "paceline.data",
     "GlobalBatchSampler": "paceline.data",
@@ -47,6 +49,7 @@ __all__ = [
     "LaunchError",
     "NativeError",
     "DataLoader",
+    "DataParallel",
     "DistributedSampler",
     "Evaluation",
     "GlobalBatchSampler",

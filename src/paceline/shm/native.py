@@ -193,6 +193,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_flag_bytes": (_U64, []),
+    "plc_flag_raise": (None, [_PTR]),
+    "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
 }
 
 
