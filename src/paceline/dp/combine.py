@@ -1,8 +1,9 @@
-"""How the outputs of replicas become one output: tensors are joined, losses averaged. Pure: descriptions in, a plan out."""
+"""How the outputs of replicas become one: tensors are joined, losses averaged. Pure: descriptions in, a plan out."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -61,7 +62,7 @@ def join_leaf(metas: Sequence[TensorMeta], sizes: Sequence[int], dim: int, scala
     for meta in metas:
         starts.append(starts[-1] + meta.shape[axis])
     shape = (*first.shape[:axis], starts[-1], *first.shape[axis + 1 :])
-    return Joint("cat", shape, first.dtype, needs, tuple(zip(starts, starts[1:], strict=False)), dim=axis)
+    return Joint("cat", shape, first.dtype, needs, tuple(itertools.pairwise(starts)), dim=axis)
 
 
 def _join_scalars(dtype: torch.dtype, sizes: Sequence[int], scalars: str, needs: bool) -> Joint:

@@ -1,6 +1,6 @@
 """Worker processes: forked from the main one, so that they have its module, lambdas and all, without pickling.
 
-A worker never outlives the main process: the kernel kills it with its parent, and a thread in it watches the parent too.
+A worker never outlives the main process: the kernel kills it with its parent, and a thread in it watches the parent.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Worker:
         code = self.reap()
         return PeerLost(
             f"replica {self.replica} of DataParallel (pid {self.pid}) was lost: it {describe_exit(code)}. Its own "
-            "output, or the system's log if memory ran out, tells why. The step did not happen; the next forward starts "
-            "new workers",
+            "output, or the system's log if memory ran out, tells why. The step did not happen; the next forward "
+            "starts new workers",
             rank=self.replica,
             pid=self.pid,
             exitcode=code,
@@ -101,6 +101,7 @@ class Worker:
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         self.reap()
         self.outbox.close()
+        self.inbox.close()
         os.close(self.pidfd)
 
 

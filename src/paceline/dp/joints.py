@@ -48,7 +48,7 @@ class Parameters(torch.autograd.Function):
     """Parameters on their way into share 0. The last output is an anchor: it ties `Join` to this node."""
 
     @staticmethod
-    def forward(ctx: Any, call: RemoteCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch leaves the arguments open
+    def forward(ctx: Any, call: RemoteCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         return (*(parameter.detach() for parameter in parameters), torch.empty(0))
@@ -63,7 +63,7 @@ class Share(torch.autograd.Function):
     """An input that requires a gradient, on its way into share 0."""
 
     @staticmethod
-    def forward(ctx: Any, call: RemoteCall, index: int, whole: torch.Tensor) -> torch.Tensor:  # type: ignore[override]  # torch leaves the arguments open
+    def forward(ctx: Any, call: RemoteCall, index: int, whole: torch.Tensor) -> torch.Tensor:
         ctx.call, ctx.index = call, index
         ctx.set_materialize_grads(False)
         return call.own_share(index)
@@ -78,7 +78,7 @@ class Join(torch.autograd.Function):
     """Outputs of share 0 in, outputs of the whole batch out."""
 
     @staticmethod
-    def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]  # torch leaves the arguments open
+    def forward(ctx: Any, call: RemoteCall, anchor: torch.Tensor, *own: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
         joined = call.join_outputs(own)

@@ -156,4 +156,6 @@ def _check_arguments(workers: Any, threads: int, executor: str | None, scalars: 
     if scalars not in _SCALARS:
         raise ConfigError(f"scalars must be one of {', '.join(_SCALARS)}, not {scalars!r}")
     if dim < 0:
-        raise ConfigError(f"dim must not be negative: inputs of different rank have different last dimensions; got {dim}")
+        raise ConfigError(
+            f"dim must not be negative: inputs of different rank have different last dimensions; got {dim}"
+        )

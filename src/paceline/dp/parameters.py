@@ -1,4 +1,4 @@
-"""The parameters of a module in memory that forked workers share: an optimizer step is seen by all, nothing is copied."""
+"""A module's parameters in memory that forked workers share: all see an optimizer step, nothing is copied."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class SharedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         found = _places(module)
-        self._dicts = [(holder, tuple(holder)) for holder in {id(p[0]): p[0] for _, _, ps in found for p in ps}.values()]
+        holders = {id(holder): holder for _, _, places in found for holder, _ in places}
+        self._dicts = [(holder, tuple(holder)) for holder in holders.values()]
         total = sum(_room(parameter) for _, parameter, _ in found)
         memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))  # anonymous and shared: forked processes map it too
         self.slots: list[_Slot] = []
@@ -44,9 +45,7 @@ class SharedParameters:
             for name, parameter, places in found:
                 view = _move(name, parameter, memory, at)
                 self.slots.append(
-                    _Slot(
-                        parameter, places, name, view, parameter.data_ptr(), parameter.shape, parameter.requires_grad
-                    )
+                    _Slot(parameter, places, name, view, parameter.data_ptr(), parameter.shape, parameter.requires_grad)
                 )
                 at += _room(parameter)
 
@@ -59,6 +58,13 @@ class SharedParameters:
     def names(self) -> list[str]:
         """Their names in the module."""
         return [slot.name for slot in self.slots]
+
+    def cover(self, module: nn.Module) -> bool:
+        """Whether these are still the parameters of the module, at the same places."""
+        now = [
+            (id(parameter), [(id(holder), name) for holder, name in places]) for _, parameter, places in _places(module)
+        ]
+        return now == [(id(s.parameter), [(id(holder), name) for holder, name in s.places]) for s in self.slots]
 
     def follow(self) -> bool:
         """Take over what the user did to the parameters; False if workers must be started anew for it."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
 from paceline.dp import wire
@@ -31,7 +32,7 @@ from paceline.dp.parameters import SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.dp.sums import sum_gradients
-from paceline.dp.thread_limit import ThreadLimit
+from paceline.dp.thread_limit import QuietCores, ThreadLimit
 from paceline.dp.watch import ModuleWatch
 from paceline.dp.worker import BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
 from paceline.errors import ConfigError, GroupError
@@ -39,6 +40,7 @@ from paceline.errors import ConfigError, GroupError
 __all__ = ["ProcessExecutor"]
 
 _tokens = itertools.count(1)
+_SMALL_BUFFER = 4096  # elements; cheaper sent than thought about
 
 
 class ProcessExecutor:
@@ -63,11 +65,12 @@ class ProcessExecutor:
         self._leaf_types = (Whole, *splitters)
         self._timeout_s = timeout_s
         self._team: _Team | None = None
+        self._quiet = QuietCores(threads)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
         split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
-        if len(split.ranges) == 1 or any(map(is_lazy, self._module.parameters())):
+        if len(split.ranges) == 1 or self._is_unfinished():
             args, kwargs = unflatten(split.spec, split.leaves)
             return self._module(*args, **kwargs)
         for _ in range(2):
@@ -87,6 +90,11 @@ class ProcessExecutor:
         team, self._team = self._team, None
         if team is not None:
             team.crew.end()
+        self._quiet.end()
+
+    def _is_unfinished(self) -> bool:
+        """Lazy modules get their shapes from a first forward, in one piece."""
+        return self._team is None and any(map(is_lazy, self._module.parameters()))
 
     @property
     def pids(self) -> list[int]:
@@ -97,8 +105,11 @@ class ProcessExecutor:
         team = self._team
         if team is not None and team.crew.is_alive and team.follow():
             return team
-        parameters = team.parameters if team is not None and team.parameters.follow() else None
+        parameters = None
+        if team is not None and team.parameters.follow() and team.parameters.cover(self._module):
+            parameters = team.parameters
         self._team = team = None  # ends the old workers, unless graphs need them
+        self._quiet.begin()
         self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s)
         return self._team
 
@@ -157,7 +168,7 @@ class _Team:
             current.leave_boxes()
 
     def answer(self, worker: Worker) -> Message:
-        """A worker's answer. If it is lost, or the user interrupts, all workers end: they cannot be trusted to agree."""
+        """A worker's answer. If it is lost, or the user interrupts, all workers end: they may not agree any more."""
         try:
             return worker.answer()
         except (GroupError, KeyboardInterrupt, SystemExit):
@@ -176,6 +187,8 @@ class _Buffers:
             if buffer is not None
         ]
         self._seen = [(holder[name], _version(holder[name])) for holder, name in self.places]
+        self._trained = False  # since buffers were last looked at
+        self._owners = [part for part in module.modules() for buffer in part._buffers.values() if buffer is not None]
 
     def fit(self) -> bool:
         for (holder, name), (seen, _) in zip(self.places, self._seen, strict=True):
@@ -190,13 +203,23 @@ class _Buffers:
             now = holder[name]
             version = _version(now)
             seen, before = self._seen[index]
-            if now is not seen or version != before or version < 0:
+            unseen = self._trained and _may_change_unseen(self._owners[index], now)
+            if now is not seen or version != before or version < 0 or unseen:
                 self._seen[index] = (now, version)
                 found.append(index)
         return found
 
+    def expect_training(self) -> None:
+        """A forward follows."""
+        self._trained = any(owner.training for owner in self._owners)
+
     def values(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [holder[name] for holder, name in (self.places[index] for index in indices)]
+
+
+def _may_change_unseen(owner: nn.Module, buffer: torch.Tensor) -> bool:
+    """Kernels of batch normalisation write running statistics without counting up the tensor's version."""
+    return buffer.is_floating_point() and (isinstance(owner, _NormBase) or buffer.numel() <= _SMALL_BUFFER)
 
 
 def _version(tensor: torch.Tensor) -> int:
@@ -245,6 +268,7 @@ class _Call:
     def _send_shares(self) -> None:
         split, team = self._split, self._team
         team.settle()
+        team.buffers.expect_training()
         kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         modes = Modes.here()
@@ -252,8 +276,8 @@ class _Call:
             shares = [split.share(index, worker.replica) for index in range(len(kinds))]
             tensors = [share for share, is_tensor in zip(shares, kinds, strict=True) if is_tensor]
             objects = [share for share, is_tensor in zip(shares, kinds, strict=True) if not is_tensor]
-            metas = tuple(meta_of(tensor) for tensor in tensors)
-            if modes[0] is False:
+            metas = tuple(map(meta_of, tensors))
+            if not modes[0]:
                 metas = tuple(meta._replace(requires_grad=False) for meta in metas)
             backlog = team.backlogs[worker.replica]
             team.backlogs[worker.replica] = _Backlog()
@@ -311,9 +335,7 @@ class _Call:
         same_structure([spec, *(answer.spec[0] for answer in answers)], objects)
         metas = [[meta_of(leaf) for leaf in own if isinstance(leaf, torch.Tensor)], *(a.spec[2] for a in answers)]
         sizes = self._split.sizes
-        self._joints = [
-            join_leaf(each, sizes, self._split.dim, self._scalars) for each in zip(*metas, strict=True)
-        ]
+        self._joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in zip(*metas, strict=True)]
         self._outputs = [
             worker.inbox.tensors(answer.spec[2]) for worker, answer in zip(self._workers, answers, strict=True)
         ]
@@ -413,9 +435,7 @@ class _Call:
             self._pending = False
             answers = [self._team.answer(worker) for worker in self._workers]
             self._raise_failures(answers)
-            self._found = [
-                _Found.read(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)
-            ]
+            self._found = [_Found.read(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
         if self._found is None:
             raise GroupError("the gradients of this forward's replicas are gone: an earlier backward failed")
         return self._found
@@ -457,7 +477,7 @@ class _Found:
 
 def _join(joint: Joint, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if joint.how == "stack":
-        return torch.stack(tensors)
+        return torch.stack(tuple(tensors))
     if joint.how == "mean":
         wide = torch.complex128 if joint.dtype.is_complex else torch.float64
         total = sum(tensor.to(wide) * weight for tensor, weight in zip(tensors, joint.weights, strict=True))

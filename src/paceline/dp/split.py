@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ def even_ranges(batch: int, replicas: int) -> Ranges:
     count = max(1, min(batch, replicas))
     size, longer = divmod(batch, count)
     starts = [index * size + min(index, longer) for index in range(count + 1)]
-    return list(zip(starts, starts[1:], strict=False))
+    return list(itertools.pairwise(starts))
 
 
 @dataclasses.dataclass
@@ -83,7 +84,7 @@ def _batch_size(leaves: list[Any], dim: int, leaf_types: tuple[type, ...]) -> in
     sizes = [leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim]
     if sizes:
         return int(next((size for size in sizes if size != 1), 1))
-    custom = [leaf for leaf in leaves if leaf_types and isinstance(leaf, leaf_types)]
+    custom: list[Any] = [leaf for leaf in leaves if leaf_types and isinstance(leaf, leaf_types)]
     if not custom:
         return 1
     try:

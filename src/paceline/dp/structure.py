@@ -37,7 +37,7 @@ def unflatten(spec: Spec, leaves: Any) -> Any:
     return _build(spec, iter(leaves))
 
 
-def _describe(thing: Any, leaves: list[Any], leaf_types: tuple[type, ...]) -> Spec:
+def _describe(thing: Any, leaves: list[Any], leaf_types: tuple[type, ...]) -> Spec:  # noqa: PLR0911 - one a kind
     if isinstance(thing, torch.Tensor) or (leaf_types and isinstance(thing, leaf_types)):
         leaves.append(thing)
         return LEAF
@@ -62,7 +62,7 @@ def _describe(thing: Any, leaves: list[Any], leaf_types: tuple[type, ...]) -> Sp
     return LEAF
 
 
-def _build(spec: Spec, leaves: Iterator[Any]) -> Any:
+def _build(spec: Spec, leaves: Iterator[Any]) -> Any:  # noqa: PLR0911 - one a kind
     kind = spec[0]
     if kind == "leaf":
         return next(leaves)

@@ -29,7 +29,9 @@ _found: dict[tuple[int, str], Any] = {}
 def dumps(thing: Any) -> bytes:
     """Like pickle.dumps; for what only fork can hand over, an address."""
     try:
-        return pickle.dumps(thing, protocol=5) if _is_plain(thing) else _dumps_slowly(thing)
+        stream = io.BytesIO()
+        _Pickler(stream, protocol=5).dump(thing)
+        return stream.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"DataParallel cannot hand this to its workers: {error}. Pass tensors, containers and picklable objects; "
@@ -42,19 +44,6 @@ def loads(data: bytes | memoryview) -> Any:
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = _find  # type: ignore[method-assign]  # the documented way to set it
     return unpickler.load()
-
-
-def _is_plain(thing: Any) -> bool:
-    """Numbers and text in tuples, the usual case: no need for the slower pickler."""
-    if type(thing) in (int, float, str, bool, bytes, types.NoneType):
-        return True
-    return type(thing) in (tuple, list) and all(map(_is_plain, thing))
-
-
-def _dumps_slowly(thing: Any) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream, protocol=5).dump(thing)
-    return stream.getvalue()
 
 
 class _Pickler(pickle.Pickler):

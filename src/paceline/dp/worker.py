@@ -71,9 +71,9 @@ class Modes:
 class _Graph:
     """What a forward left for its backward."""
 
-    outputs: list[torch.Tensor]
-    parameters: list[torch.Tensor]
-    inputs: list[torch.Tensor]
+    outputs: Sequence[torch.Tensor]
+    parameters: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]
 
 
 def serve(
@@ -198,12 +198,9 @@ class _Replica:
         _, _, token, keep = order.fixed
         present, metas = order.spec
         graph = self._graphs[token] if keep else self._graphs.pop(token)
-        gradients = iter(inbox.tensors(metas))
-        pairs = [
-            (output, gradient)
-            for output, gradient in ((o, next(gradients)) for o, there in zip(graph.outputs, present, strict=True) if there)
-            if output.requires_grad
-        ]
+        asked = [output for output, there in zip(graph.outputs, present, strict=True) if there]
+        given = zip(asked, inbox.tensors(metas), strict=True)
+        pairs = [(output, gradient) for output, gradient in given if output.requires_grad]
         wanted = [*graph.parameters, *graph.inputs]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         if pairs and wanted:
