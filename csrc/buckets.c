@@ -12,6 +12,13 @@
 #include "internal.h"
 
 #define CHUNK_BYTES (64 * 1024)
+/* Note n is overwritten by note n + 4. A rank writes that one after an exchange at which every rank arrived with note
+ * n + 3 written, hence with note n read. */
+#define NOTES 4
+
+typedef struct {
+    _Alignas(CACHE_LINE) double numbers[PLC_NOTE_NUMBERS];
+} note;
 
 typedef struct {
     signal_word arrived;
@@ -31,12 +38,18 @@ struct plc_arena {
     uint64_t mapped_bytes, bytes_per_rank;
     uint32_t buckets;
     bucket *table;
+    uint32_t noted, weighing; /* notes written so far; the one whose numbers are weights */
+    bool weighs, by_samples, divide_by_ranks;
 };
 
-static uint64_t controls_bytes(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(bucket_control), 4096); }
+static uint64_t notes_at(uint32_t buckets) { return buckets * sizeof(bucket_control); }
+
+static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
+    return ALIGN_UP(notes_at(buckets) + ranks * NOTES * sizeof(note), 4096);
+}
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
-    return controls_bytes(buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
+    return regions_at(ranks, buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
 
 int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
@@ -51,7 +64,12 @@ int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buc
         errno = error;
         return PLC_SYSTEM;
     }
-    *arena = (plc_arena){comm, mapping, bytes, ALIGN_UP(bytes_per_rank, 4096), buckets, table};
+    *arena = (plc_arena){.comm = comm,
+                         .mapping = mapping,
+                         .mapped_bytes = bytes,
+                         .bytes_per_rank = ALIGN_UP(bytes_per_rank, 4096),
+                         .buckets = buckets,
+                         .table = table};
     *out = arena;
     return PLC_OK;
 }
@@ -63,7 +81,58 @@ void plc_arena_close(plc_arena *arena) {
 }
 
 void *plc_arena_region(plc_arena *arena, uint32_t rank) {
-    return (char *)arena->mapping + controls_bytes(arena->buckets) + rank * arena->bytes_per_rank;
+    return (char *)arena->mapping + regions_at(arena->comm->ranks, arena->buckets) + rank * arena->bytes_per_rank;
+}
+
+static note *note_of(const plc_arena *arena, uint32_t rank, uint32_t number) {
+    return (note *)((char *)arena->mapping + notes_at(arena->buckets)) + rank * NOTES + number % NOTES;
+}
+
+uint32_t plc_arena_note(plc_arena *arena, const double *numbers, int weighs) {
+    uint32_t number = arena->noted++;
+    memcpy(note_of(arena, arena->comm->rank, number)->numbers, numbers, sizeof(note));
+    if (weighs) arena->weighing = number;
+    return number;
+}
+
+void plc_arena_read_notes(plc_arena *arena, uint32_t number, double *out) {
+    for (uint32_t r = 0; r < arena->comm->ranks; r++)
+        memcpy(out + r * PLC_NOTE_NUMBERS, note_of(arena, r, number)->numbers, sizeof(note));
+}
+
+void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ranks) {
+    arena->weighs = true;
+    arena->by_samples = by_samples != 0;
+    arena->divide_by_ranks = divide_by_ranks != 0;
+}
+
+/* What each rank's numbers count for in a weighted average. If they all count the same, `divisor` says 1 / how much
+ * and weights are not filled in: then the average is a plain one, with the bits of a plain one. */
+typedef struct {
+    uint64_t divisor;
+    double weights[PLC_MAX_RANKS];
+} weighting;
+
+static void weigh(const plc_arena *arena, weighting *out) {
+    uint32_t ranks = arena->comm->ranks;
+    uint64_t active = 0, counted = 0;
+    double samples = 0, longest = 0;
+    for (uint32_t r = 0; r < ranks; r++) {
+        const double *n = note_of(arena, r, arena->weighing)->numbers;
+        active += n[3] > 0;
+        counted += n[2] > 0;
+        samples += n[2];
+        longest = MAX(longest, n[3]);
+    }
+    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, 1);
+    if (!arena->by_samples) return;
+    bool equal = true;
+    for (uint32_t r = 0; r < ranks; r++) {
+        const double *n = note_of(arena, r, arena->weighing)->numbers;
+        if (n[2] > 0 && n[1] * longest * (double)counted != samples) equal = false;
+        out->weights[r] = n[2] > 0 ? n[1] * longest / samples * (double)counted / (double)out->divisor : 0;
+    }
+    if (!equal) out->divisor = 0;
 }
 
 static bucket_control *control_of(const plc_arena *arena, uint32_t index) {
@@ -80,27 +149,39 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     return PLC_OK;
 }
 
-/* The sum of one chunk, written to the first region and copied to the others while it is in cache. */
-static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk) {
+/* The result of one chunk, written to the first region and copied to the others while it is in cache. */
+static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
     uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element;
     uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
+    uint32_t ranks = arena->comm->ranks;
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
-    for (uint32_t r = 0; r < arena->comm->ranks; r++)
+    for (uint32_t r = 0; r < ranks; r++)
         inputs[r] = (const char *)plc_arena_region(arena, r) + b->offset + from * element;
-    reduce_block(first, inputs, arena->comm->ranks, count, b->dtype, b->op, 1.0);
-    for (uint32_t r = 1; r < arena->comm->ranks; r++) memcpy((void *)inputs[r], first, count * element);
+    if (w == NULL) {
+        reduce_block(first, inputs, ranks, count, b->dtype, b->op, 1.0);
+    } else if (w->divisor != 0) {
+        /* Scaled before it is added, as torch does it: the same bits as torch's class on a group of this kind. */
+        reduce_block(first, inputs, ranks, count, b->dtype, PLC_PREMUL_SUM, 1.0 / (double)w->divisor);
+    } else {
+        for (uint32_t r = 0; r < ranks; r++)
+            reduce_block((void *)inputs[r], &inputs[r], 1, count, b->dtype, PLC_PREMUL_SUM, w->weights[r]);
+        reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
+    }
+    for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     uint64_t first = (uint64_t)(b->uses - 1) * b->chunks, end = first + b->chunks;
+    weighting w, *weights = b->op == PLC_AVG && arena->weighs ? &w : NULL;
+    if (weights != NULL) weigh(arena, weights);
     for (;;) {
         uint64_t claim = atomic_load(&c->claimed);
         if (claim >= end) return;
         if (!atomic_compare_exchange_weak(&c->claimed, &claim, claim + 1)) continue;
-        reduce_chunk(arena, b, claim - first);
+        reduce_chunk(arena, b, claim - first, weights);
         if (atomic_fetch_add(&c->done.value, 1) + 1 == (uint32_t)end) wake(&c->done);
     }
 }

@@ -21,11 +21,29 @@ from paceline.errors import (
     NativeError,
     PacelineError,
     PeerLost,
+    StepError,
 )
 
 if TYPE_CHECKING:
+    from paceline import ray as ray
+    from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
+<<<<<<< HEAD
     from paceline.dp import DataParallel
+=======
+    from paceline.launch.group import (
+        destroy_process_group,
+        init_process_group,
+        is_main,
+        local_rank,
+        local_world_size,
+        rank,
+        world_size,
+    )
+    from paceline.launch.save_request import SaveRequest, save_requested
+    from paceline.launch.spawn import spawn
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
+>>>>>>> sim
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
@@ -35,7 +53,25 @@ _LAZY: dict[str, str] = {
     "Evaluation": "paceline.data",
     "GlobalBatchSampler": "paceline.data",
     "ShardedIterable": "paceline.data",
+    "init_process_group": "paceline.launch.group",
+    "destroy_process_group": "paceline.launch.group",
+    "rank": "paceline.launch.group",
+    "world_size": "paceline.launch.group",
+    "local_rank": "paceline.launch.group",
+    "local_world_size": "paceline.launch.group",
+    "is_main": "paceline.launch.group",
+    "SaveRequest": "paceline.launch.save_request",
+    "save_requested": "paceline.launch.save_request",
+    "spawn": "paceline.launch.spawn",
+    "save": "paceline.checkpoint",
+    "load": "paceline.checkpoint",
+    "DistributedDataParallel": "paceline.ddp",
+    "SyncBatchNorm": "paceline.ddp",
+    "replicate": "paceline.ddp",
+    "replica_of": "paceline.ddp",
 }
+# Public modules that are imported on first use.
+_LAZY_MODULES = {"ray"}
 
 __all__ = [
     "__version__",
@@ -46,18 +82,38 @@ __all__ = [
     "CollectiveTimeout",
     "PeerLost",
     "GroupAborted",
+    "StepError",
     "LaunchError",
     "NativeError",
+    "DistributedDataParallel",
+    "SyncBatchNorm",
+    "replicate",
+    "replica_of",
     "DataLoader",
     "DataParallel",
     "DistributedSampler",
     "Evaluation",
     "GlobalBatchSampler",
     "ShardedIterable",
+    "init_process_group",
+    "destroy_process_group",
+    "rank",
+    "world_size",
+    "local_rank",
+    "local_world_size",
+    "is_main",
+    "spawn",
+    "SaveRequest",
+    "save_requested",
+    "save",
+    "load",
+    "ray",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_MODULES:
+        return importlib.import_module(f"paceline.{name}")
     module = _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module 'paceline' has no attribute {name!r}")

@@ -7,6 +7,7 @@
     |  |- CollectiveTimeout(TimeoutError)   who is missing, in which call, since when
     |  |- PeerLost                          rank, pid, signal or exit code
     |  `- GroupAborted                      someone called abort
+    |- StepError                            a rank failed in this step, so no rank applies it
     |- LaunchError                          first failed rank, exit code, tail of its log
     `- NativeError                          the native core is missing or does not fit
 
@@ -27,6 +28,7 @@ __all__ = [
     "CollectiveTimeout",
     "PeerLost",
     "GroupAborted",
+    "StepError",
     "LaunchError",
     "NativeError",
     "describe_exit",
@@ -83,6 +85,15 @@ class PeerLost(GroupError):
 
 class GroupAborted(GroupError):
     """Someone aborted the group while this rank was using it."""
+
+
+class StepError(PacelineError):
+    """A rank failed in this step, so no rank applies it. `rank` failed first; `traceback` is its own, as text."""
+
+    def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
 
 
 class LaunchError(PacelineError):

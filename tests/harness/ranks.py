@@ -25,7 +25,9 @@ RENDEZVOUS = "PACELINE_TEST_RENDEZVOUS"
 _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "numpy", "pytest", "hypothesis", "paceline"])
+# torch._dynamo: the first optimizer a process makes imports it, for more than a second.
+_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
+_context.set_forkserver_preload(_PRELOAD)
 
 
 class RankDied(Exception):

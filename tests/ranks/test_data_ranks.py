@@ -109,6 +109,7 @@ def train(rank, world, state, steps):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)  # four groups one after the other, on a machine that may be busy
 def test_training_goes_on_with_another_number_of_ranks_in_mid_epoch():
     """Weights after 9 steps (an epoch is 5) are those of one process, through worlds of 3, 1 and 2."""
     alone = run_ranks(1, train, None, 9, timeout=100)[0]

@@ -24,6 +24,7 @@ LAYERS = [
     ["data"],
     ["ddp", "dp"],
     ["launch"],
+    ["checkpoint", "ray"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}

@@ -36,6 +36,7 @@ def of_ranks(length, world, batch_size):
     return Evaluation.merge([pickle.loads(pickle.dumps(part)) for part in parts])
 
 
+@pytest.mark.timeout(400)  # all 1,600 cases, on a machine that may be busy
 @pytest.mark.parametrize("lengths", [(1, 3, 7, 16), pytest.param(range(1, 41), marks=pytest.mark.slow)])
 def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
     for length in lengths:

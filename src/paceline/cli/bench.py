@@ -11,6 +11,8 @@ __all__ = ["add_arguments", "run"]
 # name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
 _BENCHMARKS: dict[str, tuple[str, str]] = {
     "collectives": ("paceline.cli.benchmarks.collectives", "all-reduce of every size against Gloo and Open MPI"),
+    "launch": ("paceline.cli.benchmarks.launch", "from the command to the first training step, beside torchrun"),
+    "ddp": ("paceline.cli.benchmarks.ddp", "training steps of six models against torch's DistributedDataParallel"),
     "sampler": ("paceline.cli.benchmarks.sampler", "shuffled indices for one rank: time, memory, throughput"),
 }
 

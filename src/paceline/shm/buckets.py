@@ -16,6 +16,7 @@ import ctypes as C
 import itertools
 import os
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, NativeError
@@ -24,7 +25,9 @@ from paceline.shm.communicator import Communicator
 from paceline.shm.native import Kind, Status
 from paceline.shm.rendezvous import Store, shared_descriptor
 
-__all__ = ["BucketArena"]
+__all__ = ["NOTE_NUMBERS", "BucketArena"]
+
+NOTE_NUMBERS = 8
 
 _arena_numbers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -42,7 +45,14 @@ class BucketArena:
         # The buffer, and whatever views it (a tensor, say), keeps the mapping alive.
         self.buffer: Any = _buffer_type(nbytes).from_address(address)
         weakref.finalize(self.buffer, core.plc_arena_close, handle)
-        self._ready = native.quick_library().plc_bucket_ready
+        quick = native.quick_library()
+        self._ready, self._note, self._read_notes = (
+            quick.plc_bucket_ready,
+            quick.plc_arena_note,
+            quick.plc_arena_read_notes,
+        )
+        self._own_note = (C.c_double * NOTE_NUMBERS)()
+        self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
         self._finish = core.plc_bucket_finish
 
     @classmethod
@@ -80,6 +90,21 @@ class BucketArena:
         """This rank's share is in place. Never blocks."""
         if self._ready(self._handle, index):
             raise ConfigError(f"bucket {index} was never defined")
+
+    def note(self, numbers: Sequence[float], *, weighs: bool = False) -> int:
+        """Write this rank's note; peers see it once a bucket that this rank is ready for afterwards is complete."""
+        self._own_note[:] = list(numbers)
+        return int(self._note(self._handle, self._own_note, weighs))
+
+    def notes(self, number: int) -> list[list[float]]:
+        """Every rank's note with this number, one of the last two."""
+        self._read_notes(self._handle, number, self._all_notes)
+        flat = list(self._all_notes)
+        return [flat[at : at + NOTE_NUMBERS] for at in range(0, len(flat), NOTE_NUMBERS)]
+
+    def weigh(self, *, by_samples: bool, divide_by_ranks: bool) -> None:
+        """From now on averages are weighted by the samples in the notes, or by the ranks that have any."""
+        native.library().plc_arena_weigh(self._handle, by_samples, divide_by_ranks)
 
     def finish(self, index: int, timeout_ns: int = -1) -> None:
         """Wait for the result of a bucket that is ready here, helping with the sums meanwhile."""

@@ -33,12 +33,19 @@ class Store(Protocol):
 def exchange(
     store: Store, topic: str, rank: int, ranks: Sequence[int], value: str, timeout: timedelta
 ) -> dict[int, str]:
-    """Tell the others one line and hear theirs. If some never speak, the error names them."""
+    """Tell the others one line and hear theirs. If some never speak, the error names them.
+
+    The first rank collects and tells all: n look-ups in all where everyone asking everyone would make n squared.
+    """
     store.set(f"{topic}/{rank}", value)
     keys = {other: f"{topic}/{other}" for other in ranks}
+    collected = f"{topic}/all"
     deadline = time.monotonic() + timeout.total_seconds()
     try:
-        store.wait(list(keys.values()), timeout)
+        if rank == ranks[0]:
+            store.wait(list(keys.values()), timeout)
+            store.set(collected, "\n".join(store.get(key).decode() for key in keys.values()))
+        store.wait([collected], timeout)
     except Exception as error:  # each store has its own type for a time-out
         missing = [other for other, key in keys.items() if not _has(store, key)]
         if not missing or time.monotonic() < deadline - 1.0:
@@ -48,7 +55,7 @@ def exchange(
             f"group: they never came. Look at their output; were all {len(ranks)} ranks started?",
             missing=missing,
         ) from error
-    return {other: store.get(key).decode() for other, key in keys.items()}
+    return dict(zip(ranks, store.get(collected).decode().split("\n"), strict=True))
 
 
 def _has(store: Store, key: str) -> bool:
@@ -115,7 +122,9 @@ def _told_to_all(store: Store, topic: str, rank: int, ranks: Sequence[int], time
     try:
         yield
     except Exception as error:
-        store.set(f"{topic}/joined/{rank}", f"rank {rank}: {error}")
+        line = f"rank {rank}: {error}".replace("\n", " ")
+        with contextlib.suppress(Exception):  # the error at hand is the one to raise
+            exchange(store, f"{topic}/joined", rank, ranks, line, timeout)
         raise
     answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout)
     failed = [answer for answer in answers.values() if answer != "ok"]

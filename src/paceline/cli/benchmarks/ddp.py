@@ -1,0 +1,306 @@
+"""`paceline bench ddp`: training steps of six models, ours beside torch's class, interleaved in one run.
+
+Every way of training runs in the same processes in turn, round after round; a way's time is the median step of its
+best round. "barrier" is a step whose ranks exchange no gradients but meet once: what this machine allows at best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["add_arguments", "run"]
+
+_BARS = {  # model -> how many times as fast as torch's class it shall be
+    "mlp-64": 2.0,
+    "mlp-100-layers": 1.2,
+    "cnn-batchnorm": 1.0,
+    "mlp-17m": 1.5,
+    "transformer": 1.0,
+    "lstm": 1.0,
+}
+_STOCK_SETTINGS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "view": {"gradient_as_bucket_view": True},
+    "view, static": {"gradient_as_bucket_view": True, "static_graph": True},
+    "view, static, batched": {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True},
+}
+
+
+@dataclasses.dataclass
+class _Case:
+    """One model: how it is built and what it is fed."""
+
+    build: Callable[[], torch.nn.Module]
+    batch: Callable[[], torch.Tensor]
+    steps: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="processes, one thread each (default: 2)")
+    parser.add_argument("--rounds", type=int, default=6, help="rounds over all ways of training (default: 6)")
+    parser.add_argument("--models", default=",".join(_BARS), help=f"comma-separated, of: {', '.join(_BARS)}")
+    parser.add_argument("--json", metavar="FILE", help="write all figures here")
+    parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> int:
+    names = options.models.split(",")
+    unknown = [name for name in names if name not in _BARS]
+    if unknown:
+        raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_BARS)}")
+    from torch import multiprocessing
+
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        result = os.path.join(directory, "result.json")
+        arguments = (options.ranks, names, options.rounds, directory, result)
+        multiprocessing.start_processes(_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
+        with open(result) as file:
+            found = json.load(file)
+    _print(found, options.ranks)
+    if options.json:
+        with open(options.json, "w") as file:
+            json.dump(found, file, indent=1)
+    if options.plot:
+        _plot(found, options.plot)
+    return 0
+
+
+# ---------------------------------------------------------------------------------------------- on every rank
+
+
+def _rank(rank: int, world: int, names: list[str], rounds: int, directory: str, result: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import paceline  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world)
+    shared = dist.new_group(backend="paceline")
+    found: dict[str, Any] = {"models": {}, "world": _world_of_one_cost() if rank == 0 else None}
+    dist.barrier()
+    for name in names:
+        found["models"][name] = _measure(_cases()[name], shared, rounds)
+    found["construction"] = _construction(shared, rounds)
+    if rank == 0:
+        with open(result, "w") as file:
+            json.dump(found, file)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _cases() -> dict[str, _Case]:
+    import torch
+    from torch import nn
+
+    def mlp(width: int, depth: int) -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(depth):
+            layers += [nn.Linear(width, width), nn.ReLU()]
+        return nn.Sequential(*layers[:-1])
+
+    def convolutional() -> nn.Module:
+        layers: list[nn.Module] = []
+        for inputs, outputs in ((3, 32), (32, 64), (64, 64), (64, 128)):
+            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
+        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4, 10))
+
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm = nn.LSTM(64, 128, num_layers=2, batch_first=True)
+            self.head = nn.Linear(128, 10)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.head(self.lstm(x)[0])
+
+    def transformer() -> nn.Module:
+        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+        return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
+
+    return {
+        "mlp-64": _Case(lambda: mlp(64, 4), lambda: torch.randn(32, 64), 100),
+        "mlp-100-layers": _Case(lambda: mlp(64, 100), lambda: torch.randn(32, 64), 30),
+        "cnn-batchnorm": _Case(convolutional, lambda: torch.randn(16, 3, 32, 32), 8),
+        "mlp-17m": _Case(lambda: mlp(2048, 4), lambda: torch.randn(64, 2048), 5),
+        "transformer": _Case(transformer, lambda: torch.randn(8, 64, 128), 5),
+        "lstm": _Case(Recurrent, lambda: torch.randn(16, 32, 64), 8),
+    }
+
+
+def _measure(case: _Case, shared: Any, rounds: int) -> dict[str, Any]:
+    """Median step of the best round, per way of training, in microseconds; memory in bytes."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    stock = torch.nn.parallel.DistributedDataParallel
+    ways: dict[str, Callable[[], Any]] = {"plain": case.build, "barrier": case.build}
+    ways["paceline"] = lambda: paceline.DistributedDataParallel(case.build(), process_group=shared)
+    for setting, arguments in _STOCK_SETTINGS.items():
+        ways[f"torch ({setting})"] = lambda arguments=arguments: stock(case.build(), **arguments)
+    trained = {}
+    for way, build in ways.items():
+        torch.manual_seed(0)
+        model = build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+        meet = shared.barrier if way == "barrier" else None
+        trained[way] = _stepper(model, optimizer, case.batch(), meet)
+        for _ in range(4):
+            trained[way]()
+    best: dict[str, float] = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for way, step in trained.items():
+            dist.barrier()
+            step()
+            best[way] = min(best[way], _median_step(step, case.steps))
+    # The slowest rank's time is the time of the step.
+    slowest = torch.tensor(list(best.values()))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return {"microseconds": dict(zip(best, slowest.tolist(), strict=True))}
+
+
+def _stepper(model: Any, optimizer: Any, batch: Any, meet: Callable[[], Any] | None) -> Callable[[], None]:
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        if meet is not None:
+            meet().wait()
+        optimizer.step()
+
+    return step
+
+
+def _median_step(step: Callable[[], None], steps: int) -> float:
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return statistics.fmean(times) * 1e6
+
+
+def _world_of_one_cost() -> float:
+    """Step of a wrapped small MLP over that of a plain one, in a world of one."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    group = dist.ProcessGroup(dist.HashStore(), 0, 1)
+    with _as_default(group) as alone:
+        case = _cases()["mlp-64"]
+        steps = {}
+        for way in ("plain", "wrapped"):
+            model = (
+                case.build() if way == "plain" else paceline.DistributedDataParallel(case.build(), process_group=alone)
+            )
+            steps[way] = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
+        best = dict.fromkeys(steps, float("inf"))
+        for _ in range(20):
+            for way, step in steps.items():
+                best[way] = min(best[way], _median_step(step, 100))
+    return best["wrapped"] / best["plain"]
+
+
+@contextlib.contextmanager
+def _as_default(group: Any) -> Iterator[Any]:
+    yield group
+
+
+def _construction(shared: Any, rounds: int) -> dict[str, float]:
+    """Wrapping a module of 1,000 parameters, in milliseconds."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    stock = torch.nn.parallel.DistributedDataParallel
+    best = {"torch": float("inf"), "paceline": float("inf")}
+    for _ in range(rounds):
+        for way in best:
+            net = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(500)])
+            dist.barrier()
+            started = time.perf_counter()
+            wrapped = stock(net) if way == "torch" else paceline.DistributedDataParallel(net, process_group=shared)
+            best[way] = min(best[way], (time.perf_counter() - started) * 1e3)
+            del wrapped
+    return best
+
+
+# ---------------------------------------------------------------------------------------------- the report
+
+
+def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name, one in found["models"].items():
+        times = one["microseconds"]
+        stock = {way: value for way, value in times.items() if way.startswith("torch")}
+        fastest = min(stock, key=lambda way: stock[way])
+        rows.append(
+            {
+                "model": name,
+                "paceline": times["paceline"],
+                "torch": stock[fastest],
+                "setting": fastest.removeprefix("torch (").removesuffix(")"),
+                "faster": stock[fastest] / times["paceline"],
+                "bar": _BARS[name],
+                "against_barrier": times["paceline"] / times["barrier"],
+                "against_plain": times["paceline"] / times["plain"],
+            }
+        )
+    return rows
+
+
+def _print(found: dict[str, Any], ranks: int) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"one training step, {ranks} ranks x 1 thread, best round, slowest rank")
+    columns = ("model", "paceline", "torch (best)", "its setting", "times as fast", "bar", "/ barrier", "/ plain")
+    for column in columns:
+        table.add_column(column, justify="left" if column in ("model", "its setting") else "right")
+    for row in _summary(found):
+        table.add_row(
+            row["model"],
+            f"{row['paceline'] / 1e3:.3f} ms",
+            f"{row['torch'] / 1e3:.3f} ms",
+            row["setting"],
+            f"{row['faster']:.2f}",
+            f"{row['bar']:.1f}",
+            f"{row['against_barrier']:.3f}",
+            f"{row['against_plain']:.3f}",
+        )
+    console = Console()
+    console.print(table)
+    construction = found["construction"]
+    console.print(
+        f"wrapping 1,000 parameters: paceline {construction['paceline']:.1f} ms, torch {construction['torch']:.1f} ms; "
+        f"world of one: {found['world']:.3f} of a plain step"
+    )
+
+
+def _plot(found: dict[str, Any], path: str) -> None:
+    import matplotlib.pyplot as plt
+
+    rows = _summary(found)
+    figure, axes = plt.subplots(figsize=(8, 4))
+    axes.bar([row["model"] for row in rows], [row["faster"] for row in rows])
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_ylabel("times as fast as torch's class")
+    figure.autofmt_xdate()
+    figure.tight_layout()
+    figure.savefig(path)

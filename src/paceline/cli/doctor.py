@@ -1,0 +1,231 @@
+"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be pasted."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import json
+import os
+import pathlib
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline._version import __version__
+from paceline.errors import ConfigError, PacelineError
+
+__all__ = ["add_arguments", "run"]
+
+_SMOKE_RANKS = 2
+_SMALL_SHM_BYTES = 64 << 20
+_VARIABLES = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+    "MKL_NUM_THREADS", "KUBERNETES_SERVICE_HOST", "RAY_ADDRESS",
+)  # fmt: skip
+_PREFIXES = (
+    "PACELINE_",
+    "SLURM_STEP",
+    "SLURM_PROCID",
+    "OMPI_COMM_WORLD",
+    "PMI_",
+    "TORCHELASTIC_",
+    "PET_",
+    "GLOO_",
+    "NCCL_",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print everything as JSON")
+    parser.add_argument("--no-smoke-test", action="store_true", help="leave out the test that starts two ranks")
+
+
+@dataclasses.dataclass
+class _Finding:
+    """One line: a fact, or a check that passed, warns or failed."""
+
+    topic: str
+    value: str
+    state: str = "info"  # "info", "ok", "warning" or "failed"
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def run(options: argparse.Namespace) -> int:
+    checks: list[Callable[[], _Finding]] = [
+        _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends, _accelerator,
+        _environment,
+    ]  # fmt: skip
+    if not options.no_smoke_test:
+        checks.append(_smoke_test)
+    findings = [_guarded(check) for check in checks]
+    healthy = all(finding.state != "failed" for finding in findings)
+    if options.json:
+        print(json.dumps({"healthy": healthy, "findings": [dataclasses.asdict(f) for f in findings]}, indent=1))
+    else:
+        _print(findings, healthy)
+    return 0 if healthy else 1
+
+
+def _guarded(check: Callable[[], _Finding]) -> _Finding:
+    """A doctor does not faint: a check that breaks is a finding."""
+    try:
+        return check()
+    except Exception as error:
+        return _Finding(check.__name__.strip("_").replace("_", " "), f"{type(error).__name__}: {error}", "failed")
+
+
+def _print(findings: list[_Finding], healthy: bool) -> None:
+    marks = {"info": "  ", "ok": "ok", "warning": "! ", "failed": "X "}
+    width = max(len(finding.topic) for finding in findings)
+    print("paceline doctor")
+    for finding in findings:
+        first, *rest = finding.value.splitlines() or [""]
+        print(f"{marks[finding.state]} {finding.topic:<{width}}  {first}")
+        for line in rest:
+            print(f"   {'':<{width}}  {line}")
+    print("healthy" if healthy else "NOT healthy: see the lines marked X")
+
+
+def _versions() -> _Finding:
+    facts = {"paceline": __version__, "python": platform.python_version()}
+    for name in ("torch", "numpy", "ray"):
+        try:
+            facts[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            facts[name] = "not installed"
+    return _Finding("versions", ", ".join(f"{name} {value}" for name, value in facts.items()), facts=facts)
+
+
+def _system() -> _Finding:
+    facts = {"system": platform.platform(), "machine": platform.machine(), "executable": sys.executable}
+    return _Finding("system", f"{facts['system']}, {facts['machine']}", facts=facts)
+
+
+def _cores() -> _Finding:
+    from paceline.launch.cores import allowed_cores, cpu_quota, usable_cores
+
+    allowed, quota = sorted(allowed_cores()), cpu_quota()
+    facts = {"cores": os.cpu_count(), "allowed": allowed, "quota": quota, "usable": usable_cores()}
+    limit = "no quota" if quota is None else f"quota {quota:g} cores"
+    return _Finding(
+        "cores", f"{facts['usable']} usable: {len(allowed)} of {facts['cores']} allowed, {limit}", facts=facts
+    )
+
+
+def _threads() -> _Finding:
+    import torch
+
+    from paceline.launch.ranks import threads_for
+
+    ranks = {n: threads_for(n) for n in (1, 2, 4)}
+    value = f"torch uses {torch.get_num_threads()}; per rank: " + ", ".join(f"{n} ranks {t}" for n, t in ranks.items())
+    return _Finding("threads", value, facts={"torch": torch.get_num_threads(), "per_rank": ranks})
+
+
+def _memory() -> _Finding:
+    lines = dict(line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    total, free = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    facts = {"total_bytes": total, "available_bytes": free, "lockable_bytes": locked}
+    return _Finding("memory", f"{_size(free)} available of {_size(total)}", facts=facts)
+
+
+def _shared_memory() -> _Finding:
+    usage = shutil.disk_usage("/dev/shm")
+    facts = {"total_bytes": usage.total, "free_bytes": usage.free}
+    value = f"{_size(usage.free)} free of {_size(usage.total)} in /dev/shm"
+    if usage.free < _SMALL_SHM_BYTES:
+        return _Finding(
+            "shared memory", f"{value}: too little; in Docker use --shm-size or --ipc=host", "warning", facts
+        )
+    return _Finding("shared memory", value, "ok", facts)
+
+
+def _native_core() -> _Finding:
+    from paceline.shm import native_status
+
+    status = native_status()
+    facts = dataclasses.asdict(status)
+    if status.available:
+        return _Finding("native core", f"works, {status.instruction_set}", "ok", facts)
+    command = f"\nbuilt with: {status.build_command}" if status.build_command else ""
+    return _Finding("native core", f"Gloo is used instead: {status.reason}{command}", "warning", facts)
+
+
+def _backends() -> _Finding:
+    import torch.distributed as dist
+
+    facts = {
+        "gloo": dist.is_gloo_available(),
+        "nccl": dist.is_nccl_available(),
+        "mpi": dist.is_mpi_available(),
+        "xccl": dist.is_xccl_available(),
+        "paceline": "PACELINE" in dist.Backend._plugins,
+    }
+    return _Finding("backends", ", ".join(name for name, there in facts.items() if there), facts=facts)
+
+
+def _accelerator() -> _Finding:
+    import torch
+
+    device = torch.accelerator.current_accelerator(check_available=True)
+    if device is None:
+        return _Finding("accelerator", "none", facts={"type": None, "count": 0})
+    count = torch.accelerator.device_count()
+    return _Finding("accelerator", f"{count} x {device.type}", facts={"type": device.type, "count": count})
+
+
+def _environment() -> _Finding:
+    from paceline.launch.environment import find_rank_env
+
+    seen = {k: v for k, v in sorted(os.environ.items()) if k in _VARIABLES or k.startswith(_PREFIXES)}
+    shown = "".join(f"\n{name}={value}" for name, value in seen.items())
+    try:
+        env = find_rank_env(os.environ)
+    except ConfigError as error:
+        return _Finding("environment", f"{error}{shown}", "failed", {"variables": seen})
+    facts = {"variables": seen, **dataclasses.asdict(env)}
+    return _Finding("environment", f"{env.source}: rank {env.rank} of {env.world_size}{shown}", facts=facts)
+
+
+def _smoke_test() -> _Finding:
+    from paceline.launch.spawn import spawn
+
+    began = time.monotonic()
+    try:
+        results = spawn(_average_on_ranks, (), _SMOKE_RANKS, env=_CLEAN, quiet=True)
+    except PacelineError as error:
+        return _Finding("smoke test", f"{_SMOKE_RANKS} ranks: {error}", "failed")
+    backend, values = results[0][0], [value for _, value in results]
+    facts = {"backend": backend, "values": values, "seconds": round(time.monotonic() - began, 2)}
+    if values != [1.5] * _SMOKE_RANKS:
+        return _Finding("smoke test", f"{backend}: the average of 1 and 2 came out as {values}", "failed", facts)
+    value = f"{_SMOKE_RANKS} ranks averaged a tensor over {backend}, {facts['seconds']} s with start-up"
+    return _Finding("smoke test", value, "ok", facts)
+
+
+# The ranks' own place, whatever this process was started under.
+_CLEAN = {"PACELINE_QUIET": "1", "PACELINE_JOIN_TIMEOUT": "60"}
+
+
+def _average_on_ranks() -> tuple[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    from paceline.launch.group import destroy_process_group, init_process_group, rank
+
+    init_process_group()
+    value = torch.tensor([rank() + 1.0])
+    dist.all_reduce(value)
+    backend = dist.get_backend()
+    destroy_process_group()
+    return backend, value.item() / _SMOKE_RANKS
+
+
+def _size(count: int) -> str:
+    return f"{count / (1 << 30):.1f} GiB"

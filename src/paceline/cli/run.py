@@ -1,0 +1,238 @@
+"""`paceline run`: start a script on several ranks of this host."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import os
+import pathlib
+import signal
+import sys
+import uuid
+from collections.abc import Callable
+
+from paceline.errors import ConfigError, describe_exit
+from paceline.launch.job import Meeting, Script, exit_code_for_shell
+from paceline.launch.output import Output
+from paceline.launch.processes import adopt_orphans
+from paceline.launch.ranks import count_ranks, threads_for
+from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
+from paceline.launch.zygote import PRELOAD
+
+__all__ = ["add_arguments", "run"]
+
+_PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
+    )
+    parser.add_argument(
+        "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N",
+        default=_torchrun("NPROC_PER_NODE", "auto"),
+        help="ranks on this host, or auto: one per accelerator, else one per core (default: auto)",
+    )  # fmt: skip
+    parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
+    parser.add_argument(
+        "--log-dir", type=pathlib.Path, metavar="DIR", help="also write each rank's output to DIR/rank-N.log"
+    )
+    parser.add_argument("--quiet-ranks", action="store_true", help="show the output of rank 0 only (and every failure)")
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS",
+        help="time ranks get to end after Ctrl-C or SIGTERM before they are killed (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--start-method", choices=("fork", "spawn"), default="fork",
+        help="fork: from one process that has torch loaded, fast; spawn: an interpreter per rank (default: fork)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--preload", default=",".join(PRELOAD), metavar="MODULES",
+        help="imported once before ranks are forked; add what your script takes long to import (default: %(default)s)",
+    )  # fmt: skip
+    nodes = parser.add_argument_group("several hosts (start the same command on each; names as in torchrun)")
+    nodes.add_argument("--nnodes", type=int, default=int(_torchrun("NNODES", "1")), metavar="N", help="number of hosts")
+    nodes.add_argument(
+        "--node-rank", "--node_rank", type=int, metavar="I", help="this host's number, 0 serves the meeting place"
+    )
+    nodes.add_argument(
+        "--rdzv-endpoint", "--rdzv_endpoint", default=_torchrun("RDZV_ENDPOINT", ""), metavar="HOST:PORT",
+        help="where the hosts meet: an address of one of them",
+    )  # fmt: skip
+    nodes.add_argument(
+        "--rdzv-id", "--rdzv_id", default=_torchrun("RDZV_ID", "none"), metavar="ID", help="a name for the job"
+    )
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _torchrun(name: str, default: str) -> str:
+    """torchrun's own variables for its options, which Kubernetes' training operator sets."""
+    return os.environ.get(f"PET_{name}", default)
+
+
+def run(options: argparse.Namespace) -> int:
+    _open_closed_streams()
+    plan = _plan(options)
+    adopt_orphans()
+    screen = _Screen()
+    output = Output(
+        plan.ranks,
+        screen.write,
+        colour=screen.colour,
+        shown=frozenset({0}) if options.quiet_ranks else None,
+        log_dir=options.log_dir,
+    )
+    supervisor = Supervisor(plan, output)
+    screen.on_broken_pipe = lambda: supervisor.ask_to_stop(signal.SIGPIPE)
+    _pass_signals_to(supervisor)
+    ending = supervisor.run()
+    code = _tell(ending, plan, output, screen)
+    output.close()
+    return code
+
+
+def _open_closed_streams() -> None:
+    """Give closed standard streams /dev/null, or a pipe of ours would get the number 0, 1 or 2."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest free number: this one
+            os.set_inheritable(opened, True)
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    words = list(options.command_line)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise ConfigError(
+            "nothing to run: give a script (paceline run train.py) or a module (paceline run -m package.train)"
+        )
+    target, *arguments = words
+    if not options.module and not os.path.exists(target):
+        raise ConfigError(f"there is no file {target!r} in {os.getcwd()}")
+    # As python does: the script's own directory, or with -m the current one, comes first.
+    first = os.getcwd() if options.module else os.path.dirname(os.path.realpath(target))
+    if not options.module and not os.path.isfile(target):
+        first = os.path.abspath(target)  # a directory with a __main__.py
+    ranks = count_ranks(options.ranks)
+    return Plan(
+        work=Script(target, tuple(arguments), options.module),
+        ranks=ranks,
+        threads=threads_for(ranks),
+        launcher="paceline run",
+        path=(first, *_path_without_ours()),
+        meeting=_meeting(options),
+        start_method=options.start_method,
+        preload=tuple(name for name in options.preload.split(",") if name),
+        environ={"PACELINE_RUN_ID": uuid.uuid4().hex},
+        grace_s=options.grace,
+        owns_process=True,
+    )
+
+
+def _path_without_ours() -> list[str]:
+    """sys.path less its first entry, which is the directory of the `paceline` command itself."""
+    return sys.path[1:] if not sys.flags.safe_path else list(sys.path)
+
+
+def _meeting(options: argparse.Namespace) -> Meeting:
+    if options.nnodes < 1:
+        raise ConfigError(f"--nnodes should be 1 or more but is {options.nnodes}")
+    if options.nnodes == 1:
+        return Meeting()
+    if not options.rdzv_endpoint:
+        raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts")
+    node_rank = options.node_rank
+    if node_rank is None and (text := os.environ.get("PET_NODE_RANK")):
+        node_rank = int(text)
+    if node_rank is not None and not 0 <= node_rank < options.nnodes:
+        raise ConfigError(f"--node-rank should be from 0 to {options.nnodes - 1} but is {node_rank}")
+    return Meeting(options.nnodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+
+
+def _pass_signals_to(supervisor: Supervisor) -> None:
+    for number in _PASSED_ON:
+        # Ignored from the start means nohup, or a job in the background: leave it so.
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda number, frame: supervisor.ask_to_stop(number))
+
+
+class _Screen:
+    """Standard output and error, as far as they still exist."""
+
+    def __init__(self) -> None:
+        self.colour = os.isatty(1) and os.isatty(2) and "NO_COLOR" not in os.environ
+        self.on_broken_pipe: Callable[[], None] = lambda: None
+        self._gone: set[int] = set()
+
+    def write(self, stream: int, data: bytes) -> None:
+        while data and stream not in self._gone:
+            try:
+                data = data[os.write(stream, data) :]
+            except OSError as error:
+                self._gone.add(stream)  # the terminal was closed, or `| head` has seen enough
+                if error.errno == errno.EPIPE and stream == 1:
+                    self.on_broken_pipe()
+
+    def say(self, text: str) -> None:
+        self.write(2, f"paceline: {text}\n".encode(errors="replace"))
+
+
+# -- how it ended --------------------------------------------------------------------------------------------------
+
+
+def _tell(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
+    """The last words: later failures in a line each, the first in full, one sentence. Returns the exit code."""
+    if ending.stopped_by is not None:
+        return _tell_stopped(ending, screen)
+    if ending.failures:
+        return _tell_failure(ending, plan, output, screen)
+    if ending.unable is not None:
+        screen.say(ending.unable.reason)
+        return exit_code_for_shell(ending.unable.exitcode)
+    return 0
+
+
+def _tell_stopped(ending: Ending, screen: _Screen) -> int:
+    number = ending.stopped_by or 0
+    if number == signal.SIGPIPE:
+        return exit_code_for_shell(-signal.SIGPIPE)
+    for rank, report in enumerate(ending.reports):
+        if report is not None and report.kind == "interrupt" and report.text:
+            screen.say(f"rank {ending.first_rank + rank} was interrupted at {report.text}")
+    name = signal.Signals(number).name
+    if number != signal.SIGINT and not ending.failures and _all_ended_well(ending):
+        screen.say(f"stopped by {name}: all ranks ended by themselves")
+        return 0
+    screen.say(f"stopped by {name}")
+    return exit_code_for_shell(-number)
+
+
+def _all_ended_well(ending: Ending) -> bool:
+    return len(ending.clean) == len(ending.reports)
+
+
+def _tell_failure(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
+    first, *later = ending.failures
+    for other in reversed(later):
+        screen.say(f"{_name(other, ending)} failed later: {_reason(other)}")
+    if first.report is not None and first.report.text:
+        output.tell(first.rank, first.report.text)
+    elif output.tails[first.rank] and plan.ranks > 1:
+        output.tell(first.rank, "\n".join(["its last lines:", *output.tails[first.rank]]))
+    others = plan.ranks - 1
+    end = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
+    screen.say(f"{_name(first, ending)} failed first: {_reason(first)}{end}")
+    return exit_code_for_shell(1 if first.exitcode is None else first.exitcode or 1)
+
+
+def _name(failure: Failure, ending: Ending) -> str:
+    return f"rank {ending.first_rank + failure.rank} (pid {ending.pids.get(failure.rank)})"
+
+
+def _reason(failure: Failure) -> str:
+    if failure.report is not None and failure.report.summary:
+        return failure.report.summary.partition("\n")[0]
+    return describe_exit(failure.exitcode)

@@ -1,0 +1,337 @@
+"""A bucket: one flat stretch of memory in which several gradients lie side by side, and the way in and out of it.
+
+A gradient that autograd made is copied in once; from then on the parameter's `.grad` *is* its place in the
+bucket, so that neither the average nor the optimizer copies it again.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import sys
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# sys.getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
+_OWN_REFERENCES = 2
+
+__all__ = ["Bucket", "DenseBucket", "SparseBucket", "State"]
+
+
+class State(enum.Enum):
+    """Where a bucket stands in the current backward."""
+
+    FILLING = "filling"
+    READY = "ready"
+    IN_FLIGHT = "in flight"
+    DONE = "done"
+
+
+class Bucket:
+    """What dense and sparse buckets share: their parameters, and which of them have arrived."""
+
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+        self.index = index
+        self.members = tuple(members)
+        self.parameters = list(parameters)
+        self.fired: list[int] = []  # positions whose gradient arrived in this backward, as they came
+        self.state = State.FILLING
+
+    @property
+    def size(self) -> int:
+        return len(self.members)
+
+    def reset(self) -> None:
+        self.fired.clear()
+        self.state = State.FILLING
+
+    def prepare(self) -> None:
+        """Take memory, if that has not happened yet."""
+
+    def vacate(self) -> None:
+        """Leave that memory."""
+
+    def take(self, position: int) -> None:
+        """Take one gradient in at once instead of with the others (large ones: while they are in the cache)."""
+
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
+        """Bring all gradients in. A position that is not used, or a rank that contributes nothing, gives zeros.
+
+        Returns the positions that do have a gradient: autograd may reach a parameter and bring it nothing.
+        """
+        raise NotImplementedError
+
+    def is_finite(self) -> bool:
+        """No gradient in here is infinite or NaN."""
+        raise NotImplementedError
+
+    def scale(self, factor: float) -> None:
+        raise NotImplementedError
+
+    def all_reduce(self, group: dist.ProcessGroup) -> Any:
+        raise NotImplementedError
+
+    def received(self) -> None:
+        """The result of `all_reduce` is there."""
+
+    def scatter(self, used_anywhere: Collection[int]) -> None:
+        """Give the averages to the parameters; one that no rank used keeps what it had."""
+        raise NotImplementedError
+
+
+class DenseBucket(Bucket):
+    """Gradients of one dtype and device in one flat tensor."""
+
+    def __init__(
+        self,
+        index: int,
+        members: Sequence[int],
+        parameters: Sequence[torch.Tensor],
+        allocate: Callable[[int, torch.device], torch.Tensor | None],
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(index, members, parameters)
+        first = parameters[0]
+        self.dtype = dtype or first.dtype
+        self._converts = dtype is not None  # gradients have another dtype than the bucket: they never lie in it
+        self.device = first.device
+        self.lengths = [parameter.numel() for parameter in parameters]
+        self.offsets = [0, *itertools.accumulate(self.lengths)][:-1]
+        self.numel = sum(self.lengths)
+        self.nbytes = self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
+        self._allocate = allocate
+        self._flat: torch.Tensor | None = None
+        self.views: list[torch.Tensor] = []
+        self._references = 0
+        self._kept: dict[int, torch.Tensor] = {}  # gradients of parameters this backward did not touch
+
+    @property
+    def flat(self) -> torch.Tensor:
+        self.prepare()
+        assert self._flat is not None
+        return self._flat
+
+    def prepare(self) -> None:
+        if self._flat is None or _storage_references(self._flat) > self._references:
+            # The second case: a caller holds a slice of last step's gradients. Leave it that memory, take other.
+            self._move_to(self._allocate(self.nbytes, self.device))
+
+    def _move_to(self, memory: torch.Tensor | None) -> None:
+        if memory is None:
+            assert self._flat is not None
+            self._references = _storage_references(self._flat)
+            return
+        self._flat = memory.view(self.dtype)
+        self.views = [self._view(position) for position in range(self.size)]
+        self._references = _storage_references(self._flat)
+
+    def take(self, position: int) -> None:
+        parameter = self.parameters[position]
+        gradient = parameter.grad
+        if (
+            self._converts
+            or gradient is None
+            or gradient is self.views[position]
+            or gradient.requires_grad
+            or gradient.is_sparse
+        ):
+            return
+        view = self._vacant(position)
+        view.copy_(gradient)
+        parameter.grad = view
+
+    def vacate(self) -> None:
+        """The memory is about to be laid out anew: whoever has a gradient in it gets a copy."""
+        for position, parameter in enumerate(self.parameters if self.views else ()):
+            if parameter.grad is self.views[position]:
+                parameter.grad = self.views[position].clone()
+            self._vacant(position)
+
+    def _vacant(self, position: int) -> torch.Tensor:
+        """The place of a gradient that is about to be overwritten. If a caller kept last step's, it gets a copy."""
+        if sys.getrefcount(self.views[position]) > _OWN_REFERENCES:
+            kept = self.views[position]
+            copy = kept.clone()
+            kept.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
+            self.views[position] = self._view(position)
+        return self.views[position]
+
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
+        self.prepare()
+        used = {position for position in used if self.parameters[position].grad is not None}
+        if len(used) < self.size:
+            self._keep(position for position in range(self.size) if position not in used)
+        if contribute:
+            self._copy_in()
+        else:
+            self.flat.zero_()
+        return used
+
+    def _copy_in(self) -> None:
+        targets, sources = [], []
+        for position, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is self.views[position]:
+                continue
+            view = self._vacant(position)
+            if gradient is None:
+                view.zero_()
+            else:
+                targets.append(view)
+                sources.append(gradient)
+        self._copy(targets, sources)
+
+    @staticmethod
+    def _copy(targets: list[torch.Tensor], sources: list[Any]) -> None:
+        if not targets:
+            return
+        if any(source.is_sparse for source in sources):
+            sources = [source.to_dense() if source.is_sparse else source for source in sources]
+        torch._foreach_copy_(targets, sources)
+
+    def _keep(self, positions: Iterable[int]) -> None:
+        """Remember gradients that live in the bucket and belong to parameters this backward did not touch."""
+        for position in positions:
+            if self.parameters[position].grad is self.views[position]:
+                self._kept[position] = self.views[position].clone()
+
+    def is_finite(self) -> bool:
+        return bool(torch.isfinite(self.flat).all())
+
+    def scale(self, factor: float) -> None:
+        # Multiplying by 1/world, not dividing by world: torch's own choice, kept bit for bit.
+        if factor != 1.0:
+            self.flat.mul_(factor)
+
+    def wire(self) -> torch.Tensor:
+        """The flat tensor as real numbers, for backends that know no complex ones."""
+        return torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+
+    def all_reduce(self, group: dist.ProcessGroup) -> Any:
+        return group.allreduce([self.wire()])
+
+    def replace(self, result: torch.Tensor) -> None:
+        """A communication hook answered with another tensor."""
+        if result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(result.view_as(self.flat))
+
+    def scatter(self, used_anywhere: Collection[int]) -> None:
+        everything = len(used_anywhere) == self.size
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            gradient = parameter.grad
+            if everything or position in used_anywhere:
+                if gradient is view:
+                    continue
+                if gradient is not None and gradient.requires_grad:  # create_graph=True: the graph stays
+                    gradient.detach().copy_(view)
+                elif self._converts:
+                    parameter.grad = view.to(parameter.dtype)
+                else:
+                    parameter.grad = view
+            elif position in self._kept:
+                view.copy_(self._kept[position])
+        self._kept.clear()
+
+    def _view(self, position: int) -> torch.Tensor:
+        """A tensor over one parameter's place in the bucket: no view in autograd's sense, so `detach_()` works."""
+        assert self._flat is not None
+        parameter = self.parameters[position]
+        strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        view = torch.empty(0, dtype=self.dtype, device=self.device)
+        return view.set_(self._flat.untyped_storage(), self._offset(position), parameter.shape, strides)
+
+    def _offset(self, position: int) -> int:
+        assert self._flat is not None
+        return int(self._flat.storage_offset()) + self.offsets[position]
+
+
+class SparseBucket(Bucket):
+    """The gradient of one embedding with `sparse=True`."""
+
+    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+        super().__init__(index, members, parameters)
+        self.value: torch.Tensor | None = None
+
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
+        parameter = self.parameters[0]
+        gradient = parameter.grad
+        if gradient is None or not contribute:
+            gradient = torch.sparse_coo_tensor(
+                torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
+                torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
+                parameter.shape,
+                check_invariants=False,
+            )
+        elif not gradient.is_sparse:
+            gradient = gradient.to_sparse(1)
+        self.value = gradient.detach().clone()
+        return set(used) if parameter.grad is not None else set()
+
+    def is_finite(self) -> bool:
+        assert self.value is not None
+        return bool(torch.isfinite(self.value.coalesce().values()).all())
+
+    def scale(self, factor: float) -> None:
+        assert self.value is not None
+        self.value = self.value * factor
+
+    def all_reduce(self, group: dist.ProcessGroup) -> Any:
+        assert self.value is not None
+        self._work = _SparseSum(self.value.coalesce(), group)
+        return self._work
+
+    def received(self) -> None:
+        self.value = self._work.result
+
+    def scatter(self, used_anywhere: Collection[int]) -> None:
+        if used_anywhere:
+            self.parameters[0].grad = self.value
+        self.value = None
+
+
+class _SparseSum:
+    """Sum of sparse tensors over ranks from dense collectives, which every backend has."""
+
+    def __init__(self, value: torch.Tensor, group: dist.ProcessGroup) -> None:
+        self._value, self._group = value, group
+        self.result: torch.Tensor = value
+        # Only the counts travel while backward goes on; the rest needs them and follows in wait().
+        self._counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=value.device)
+        self._counts[dist.get_rank(group)] = value._nnz()
+        self._work = group.allreduce([self._counts])
+
+    def wait(self) -> None:
+        self._work.wait()
+        longest = int(self._counts.max())
+        value, world = self._value, self._counts.numel()
+        indices = value.indices().new_zeros(world, longest)
+        values = value.values().new_zeros(world, longest, *value.values().shape[1:])
+        rank = dist.get_rank(self._group)
+        indices[rank, : value._nnz()] = value.indices()[0]
+        values[rank, : value._nnz()] = value.values()
+        for work in (self._group.allreduce([indices]), self._group.allreduce([values])):
+            work.wait()
+        valid = torch.arange(longest, device=value.device)[None, :] < self._counts[:, None]
+        self.result = torch.sparse_coo_tensor(
+            indices[valid][None, :], values[valid], value.shape, check_invariants=False
+        ).coalesce()
+
+
+def _storage_references(tensor: torch.Tensor) -> int:
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """No gaps and no overlap in memory: a gradient of the same strides fits numel() places."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True

@@ -1,0 +1,82 @@
+"""Module buffers (running statistics and the like) follow one rank, as torch's class does it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+__all__ = ["BufferHook", "broadcast", "sync_buffers"]
+
+_PIECE_BYTES = 16 * 1024 * 1024
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BufferHook:
+    """A caller's own way of synchronising buffers."""
+
+    hook: Callable[[Any, Mapping[str, torch.Tensor]], Any]
+    state: Any
+    after_forward: bool
+
+
+def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int) -> None:
+    """Copy tensors from one rank of the group to all: as bytes, so that one message serves every dtype."""
+    by_device: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            by_device.setdefault(tensor.device, []).append(tensor.detach())
+    for device, members in by_device.items():
+        for piece in _pieces(members):
+            _broadcast_piece(group, piece, source, device)
+
+
+def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """Tensors in lists of at most _PIECE_BYTES, or of one."""
+    piece: list[torch.Tensor] = []
+    size = 0
+    for tensor in tensors:
+        nbytes = tensor.numel() * tensor.element_size()
+        if piece and size + nbytes > _PIECE_BYTES:
+            yield piece
+            piece, size = [], 0
+        piece.append(tensor)
+        size += nbytes
+    if piece:
+        yield piece
+
+
+def _broadcast_piece(
+    group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int, device: torch.device
+) -> None:
+    is_source = dist.get_rank(group) == source
+    with torch.no_grad():
+        if is_source:
+            flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
+        else:
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        group.broadcast(flat, source).wait()
+        if is_source:
+            return
+        start = 0
+        for tensor in tensors:
+            end = start + tensor.numel() * tensor.element_size()
+            # A dtype's alignment is not that of the bytes before it: copy out, then see it as what it is.
+            tensor.copy_(flat[start:end].clone().view(tensor.dtype).view(tensor.shape))
+            start = end
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def sync_buffers(group: dist.ProcessGroup, buffers: Mapping[str, torch.Tensor], source: int) -> None:
+    """Broadcast buffers in place. Their version counters stay: a graph that saved them remains valid."""
+    tensors = list(buffers.values())
+    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+        broadcast(group, tensors, source)

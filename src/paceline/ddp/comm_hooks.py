@@ -1,0 +1,114 @@
+"""Communication hooks: a caller's own way of averaging, with the bucket object torch's hooks are written for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+
+from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
+from paceline.errors import ConfigError
+
+__all__ = ["CommHook", "Hook", "HookBucket", "builtin_hook", "check_hook"]
+
+Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
+
+
+class HookBucket:
+    """What a hook sees of a bucket: the methods of `torch.distributed.GradBucket`, which Python cannot create."""
+
+    def __init__(self, bucket: Bucket, is_last: bool) -> None:
+        self._bucket = bucket
+        self._is_last = is_last
+        if isinstance(bucket, DenseBucket):
+            self._buffer = bucket.wire()
+        else:
+            assert isinstance(bucket, SparseBucket)
+            assert bucket.value is not None
+            self._buffer = bucket.value
+
+    def buffer(self) -> torch.Tensor:
+        return self._buffer
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._buffer = tensor
+
+    def index(self) -> int:
+        return self._bucket.index
+
+    def is_last(self) -> bool:
+        return self._is_last
+
+    def parameters(self) -> list[torch.Tensor]:
+        return list(self._bucket.parameters)
+
+    def gradients(self) -> list[torch.Tensor]:
+        """The gradients as views of the buffer, so that a hook may write them."""
+        if not isinstance(self._bucket, DenseBucket):
+            return [self._buffer]
+        bucket = self._bucket
+        places = zip(bucket.offsets, bucket.lengths, bucket.parameters, strict=True)
+        return [self._buffer[start : start + length].view(one.shape) for start, length, one in places]
+
+
+class CommHook:
+    """A registered hook and the futures it owes."""
+
+    def __init__(self, state: Any, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+        self._owed: list[tuple[torch.futures.Future[Any], Bucket]] = []
+
+    def start(self, bucket: Bucket, *, is_last: bool) -> None:
+        self._owed.append((self._hook(self._state, HookBucket(bucket, is_last)), bucket))
+
+    def finish(self) -> None:
+        """Wait for all futures and put what they hold into the buckets."""
+        owed, self._owed = self._owed, []
+        for future, bucket in owed:
+            result = future.wait()
+            if isinstance(result, list | tuple):
+                (result,) = result
+            if isinstance(bucket, DenseBucket):
+                if bucket.flat.is_complex() and not result.is_complex():
+                    result = torch.view_as_complex(result.view(*bucket.flat.shape, 2))
+                bucket.replace(result)
+            elif isinstance(bucket, SparseBucket):
+                bucket.value = result
+
+
+def check_hook(hook: Any) -> None:
+    """Refuse what cannot be a hook, with torch's types of error."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    signature = inspect.signature(hook)
+    bucket = signature.parameters.get("bucket")
+    if bucket is None:
+        raise ConfigError(f"a communication hook takes (state, bucket), this one {signature}")
+    if bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
+        raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    expected = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]")
+    if signature.return_annotation not in expected:
+        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+
+
+def builtin_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> Hook:
+    """Torch's two built-in hooks."""
+    world = dist.get_world_size(group)
+
+    def allreduce(_: Any, bucket: Any) -> torch.futures.Future[Any]:
+        return group.allreduce([bucket.buffer().div_(world)]).get_future()
+
+    def fp16_compress(_: Any, bucket: Any) -> torch.futures.Future[Any]:
+        small = bucket.buffer().to(torch.float16).div_(world)
+        future = group.allreduce([small]).get_future()
+        return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
+
+    if kind == BuiltinCommHookType.ALLREDUCE:
+        return allreduce
+    if kind == BuiltinCommHookType.FP16_COMPRESS:
+        return fp16_compress
+    raise ConfigError(f"unknown built-in communication hook {kind}")

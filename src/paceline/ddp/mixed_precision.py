@@ -1,0 +1,49 @@
+"""`mixed_precision=`: forward and backward in a small dtype, weights and optimizer in the full one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["LowPrecision"]
+
+
+class LowPrecision:
+    """Swaps the parameters of a module for low-precision copies around forward and backward."""
+
+    def __init__(self, settings: Any, module: torch.nn.Module) -> None:
+        self.param_dtype: torch.dtype | None = settings.param_dtype
+        self.reduce_dtype: torch.dtype | None = settings.reduce_dtype or settings.param_dtype
+        self._parameters = [one for one in module.parameters() if not hasattr(one, "_ddp_ignored")]
+        self._swapped = False
+        for one in self._parameters:
+            low = torch.zeros_like(one, dtype=self.param_dtype)
+            one._mp_param, one._fp_param = low.detach(), one.data  # type: ignore[attr-defined]
+        if settings.buffer_dtype is not None:
+            for buffer in module.buffers():
+                if not hasattr(buffer, "_ddp_ignored"):
+                    buffer.data = buffer.to(dtype=settings.buffer_dtype)
+
+    def apply(self) -> None:
+        """Before forward."""
+        if self._swapped or self.param_dtype is None:
+            return
+        self._swapped = True
+        with torch.no_grad():
+            for one in self._parameters:
+                if one.is_floating_point():
+                    one._fp_param = one.data  # type: ignore[attr-defined]
+                    one.data = one.data.to(self.param_dtype)
+                    one._mp_param = one.data  # type: ignore[attr-defined]
+
+    def restore(self) -> None:
+        """After backward: full-precision weights, gradients in their dtype."""
+        if not self._swapped:
+            return
+        self._swapped = False
+        for one in self._parameters:
+            if one.is_floating_point():
+                one.data = one._fp_param  # type: ignore[attr-defined]
+                if one.grad is not None and one.grad.dtype != one.dtype:
+                    one.grad = one.grad.to(one.dtype)

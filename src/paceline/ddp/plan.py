@@ -1,0 +1,91 @@
+"""Which gradient goes into which bucket, and in which order buckets are sent. Pure: no tensors, no ranks.
+
+The rule is the one users of torch know: gradients of one dtype and device fill a bucket until it holds at least
+its limit; the first bucket is small, so that communication starts early. The same rule gives the same buckets as
+torch, hence the same order of additions on transports whose order depends on the layout.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Hashable, Sequence
+
+__all__ = ["MIB", "UNLIMITED", "BucketLimits", "BucketPlan", "GradientSpec", "first_plan", "plan_buckets", "plan_order"]
+
+MIB = 1024 * 1024
+UNLIMITED = sys.maxsize
+_FIRST_BUCKET_BYTES = MIB
+_DEFAULT_BUCKET_MIB = 25
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GradientSpec:
+    """What the plan needs to know of one parameter's gradient. Gradients with equal `kind` may share a bucket."""
+
+    nbytes: int
+    kind: Hashable
+    sparse: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketPlan:
+    """Parameter indices per bucket, in the order buckets are sent."""
+
+    buckets: tuple[tuple[int, ...], ...]
+
+    def __len__(self) -> int:
+        return len(self.buckets)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class BucketLimits:
+    """How many bytes a bucket may hold before the next is begun: the first ones, then the last for all others."""
+
+    bytes: tuple[int, ...]
+
+    @classmethod
+    def create(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
+        """From the constructor's arguments; a list wins over a single number, as in torch."""
+        if bucket_cap_mb_list:
+            return cls(tuple(int(mb * MIB) for mb in bucket_cap_mb_list))
+        if bucket_cap_mb is None:
+            return cls((_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_MIB * MIB))
+        return cls((int(bucket_cap_mb * MIB),))
+
+
+def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order: Sequence[int]) -> BucketPlan:
+    """Fill buckets with gradients in `order`; a sparse gradient is a bucket of its own."""
+    closed: list[tuple[int, ...]] = []
+    filling: dict[Hashable, tuple[list[int], int]] = {}
+    limit_at: dict[Hashable, int] = {}
+    for index in order:
+        gradient = gradients[index]
+        if gradient.sparse:
+            closed.append((index,))
+            continue
+        members, size = filling.get(gradient.kind, ([], 0))
+        members.append(index)
+        size += gradient.nbytes
+        position = limit_at.get(gradient.kind, 0)
+        if size >= limits.bytes[min(position, len(limits.bytes) - 1)]:
+            closed.append(tuple(members))
+            filling.pop(gradient.kind, None)
+            limit_at[gradient.kind] = position + 1
+        else:
+            filling[gradient.kind] = (members, size)
+    closed.extend(tuple(members) for members, _ in filling.values())
+    return BucketPlan(tuple(closed))
+
+
+def first_plan(gradients: Sequence[GradientSpec], limits: BucketLimits) -> BucketPlan:
+    """Before anything is known of the order gradients arrive in: parameters in reverse, bucket by bucket."""
+    plan = plan_buckets(gradients, limits, range(len(gradients)))
+    return BucketPlan(tuple(sorted(plan.buckets, key=min, reverse=True)))
+
+
+def plan_order(arrived: Sequence[int], total: int) -> list[int]:
+    """The order of the next plan: gradients as they arrived (the last time counts), the silent ones at the end."""
+    seen = dict.fromkeys(reversed(arrived))
+    order = list(reversed(seen))
+    return order + [index for index in reversed(range(total)) if index not in seen]

@@ -1,0 +1,701 @@
+"""The step: hooks fill buckets during backward, full buckets are sent in plan order, the end of backward waits.
+
+    idle --(backward reaches an output of forward)--> muted     inside no_sync(): gradients only accumulate
+                                              `-----> syncing   buckets: FILLING -> READY -> IN_FLIGHT -> DONE
+    muted, syncing --(end of the outermost backward, or its failure)--> idle
+
+A hook on forward's outputs tells which forward a backward belongs to, before any parameter gets its gradient, and
+queues the end-of-backward callback in the outermost graph task: nested backwards (re-entrant checkpointing) run
+inside it. A parameter whose hook has not run by then is unused; nobody walks the graph to find it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import itertools
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd import Variable
+
+from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket, State
+from paceline.ddp.comm_hooks import CommHook
+from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
+from paceline.ddp.samples import SampleWindow, weight_of
+from paceline.ddp.signals import Call, Signal, common_call
+from paceline.ddp.transport import Transport
+from paceline.errors import PacelineError, StepError
+
+__all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
+
+# From here on a gradient goes into its bucket at once: it is still in the cache, and its own memory is freed early.
+_TAKE_AT_ONCE_BYTES = 256 * 1024
+
+
+_completions = itertools.count(1)
+
+
+class _Mode(enum.Enum):
+    IDLE = "idle"
+    MUTED = "muted"
+    SYNCING = "syncing"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Managed:
+    """One parameter the reducer looks after."""
+
+    name: str
+    parameter: torch.Tensor
+    sparse: bool = False
+
+
+class OwnGradients:
+    """A rank without data sees the others' averages in its `.grad`; afterwards it has its own gradients again."""
+
+    def __init__(self, managed: Sequence[Managed]) -> None:
+        self._kept = [
+            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone()) for one in managed
+        ]
+
+    def put_back(self) -> None:
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
+
+
+class ForwardPass:
+    """One call of forward: how many samples it saw and whether its backward synchronises."""
+
+    __slots__ = ("__weakref__", "count", "spent", "sync", "task")
+
+    def __init__(self, count: float, sync: bool) -> None:
+        self.count = count
+        self.sync = sync
+        self.task = -1  # the graph task in which backward last reached it
+        self.spent = False
+
+
+class _EndOfBackward:
+    """Queued in the autograd engine. If backward raises, the engine drops it uncalled: that is how we learn of it."""
+
+    __slots__ = ("_called", "_number", "_reducer")
+
+    def __init__(self, reducer: Reducer, number: int) -> None:
+        self._reducer = weakref.ref(reducer)
+        self._number = number
+        self._called = False
+
+    def __call__(self) -> None:
+        self._called = True
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.end_of_backward(self._number)
+
+    def __del__(self) -> None:
+        reducer = None if self._called else self._reducer()
+        if reducer is not None:
+            reducer.backward_failed(self._number)
+
+
+class Reducer:
+    """Averages the gradients of one model over the ranks of one group, or only weighs them if there is one rank."""
+
+    def __init__(
+        self,
+        managed: Sequence[Managed],
+        transport: Transport | None,
+        *,
+        limits: BucketLimits,
+        replan: bool = True,
+        bucketed_from_start: bool = False,
+        skip_unused: bool = False,
+        check_finite: bool = False,
+        label: str = "DistributedDataParallel",
+    ) -> None:
+        self.managed = list(managed)
+        self.transport = transport
+        self.label = label
+        self.hook: CommHook | None = None
+        self.bucket_dtype: torch.dtype | None = None  # mixed precision: gradients come in another dtype
+        self.before_scatter: list[Callable[[], None]] = []
+        self.after_step: list[Callable[[], None]] = []
+        self.optimizer_in_backward = False  # the hook has stepped and cleared the gradients already
+        self.pending_futures: list[Any] = []  # of buffer hooks: waited for at the end of backward
+        self.failures = 0  # steps this rank has reported as failed
+        self.defer_failure = False  # someone who has the traceback will report a failed backward
+        self.steps = 0
+        self.replanned = False
+        self.buckets: list[Bucket] = []
+        self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
+        self.window = SampleWindow()
+        self.globally_used: torch.Tensor | None = None
+        self.unequal_counts_seen = False
+        self._limits = limits
+        self._may_replan = replan
+        self._skip_unused = skip_unused
+        self._check_finite = check_finite
+        self._counted = False
+        self._hold_always = False
+        self._mode = _Mode.IDLE
+        self._task = -1
+        self._hold = False
+        self._next = 0
+        self._begun = False
+        self._completion: int | None = None
+        self._arrived: list[int] = []
+        self._used_since_exchange: set[int] = set()
+        self._silent: set[int] = set()  # reached by backward, but without a gradient
+        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._scaling: list[Any] = []
+        self._handles: list[Any] = []
+        weakref.finalize(self, _remove_all, self._handles)
+        self._new_plan: BucketPlan | None = None
+        self._trouble: str | None = None
+        self._lock = threading.RLock()  # modules on several devices run hooks from several threads
+        if transport is not None:
+            specs = self._specs()
+            start = limits if bucketed_from_start else BucketLimits((UNLIMITED,))
+            self._build(first_plan(specs, start))
+
+    # ------------------------------------------------------------------------------------------ plan and buckets
+
+    def _specs(self) -> list[GradientSpec]:
+        return [
+            GradientSpec(one.parameter.numel() * one.parameter.element_size(), _kind(one.parameter), one.sparse)
+            for one in self.managed
+        ]
+
+    def _build(self, plan: BucketPlan) -> None:
+        assert self.transport is not None
+        self.remove_hooks()
+        self.transport.forget()
+        self.buckets, self.unhooked = [], []
+        for index, members in enumerate(plan.buckets):
+            parameters = [self.managed[i].parameter for i in members]
+            if self.managed[members[0]].sparse:
+                self.buckets.append(SparseBucket(index, members, parameters))
+            else:
+                dtype = self.bucket_dtype if parameters[0].is_floating_point() else None
+                self.buckets.append(DenseBucket(index, members, parameters, self.transport.allocate, dtype))
+        self.plan = plan
+        self._install_hooks()
+
+    def _install_hooks(self) -> None:
+        for bucket in self.buckets:
+            for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
+                if not parameter.requires_grad:
+                    self.unhooked.append(parameter)
+                    continue  # frozen since: it counts as unused until the next plan
+                hook = self._gradient_hook(bucket, position, index, parameter)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _gradient_hook(
+        self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
+    ) -> Callable[[torch.Tensor], None]:
+        # Runs once per parameter and backward: as few steps as possible, all names bound beforehand. The parameter
+        # keeps the hook, so the hook must not keep the reducer.
+        fired, size, number = bucket.fired, bucket.size, bucket.index
+        note_position, note_arrival = fired.append, self._arrived.append
+        reducer = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            note_position(position)
+            note_arrival(index)
+            if len(fired) >= size:
+                alive = reducer()
+                if alive is not None:
+                    alive.bucket_full(number)
+
+        def arrived_large(_: torch.Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.take(number, position)
+            arrived(_)
+
+        large = parameter.numel() * parameter.element_size() >= _TAKE_AT_ONCE_BYTES
+        return arrived_large if large else arrived
+
+    def take(self, number: int, position: int) -> None:
+        """A large gradient arrived."""
+        bucket = self.buckets[number]
+        if self._mode is _Mode.SYNCING and bucket.state is State.FILLING:
+            bucket.take(position)
+
+    def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
+        """Called by this name by torch's optimizer-in-backward and mixed-precision hooks: a plain sum."""
+        assert self.transport is not None
+        return self.transport.group.allreduce([bucket.buffer()]).get_future()
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last step."""
+        assert self.transport is not None
+        if self.globally_used is None:
+            return torch.full((len(self.managed),), self.transport.world, dtype=torch.int32)
+        return self.globally_used
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were."""
+        _remove_all(self._handles)
+
+    def follow_plan(self) -> bool:
+        """Change to the plan made after the first step, before a forward; true the one time that happens."""
+        if self._new_plan is None or self._mode is not _Mode.IDLE:
+            return False
+        plan, self._new_plan = self._new_plan, None
+        for bucket in self.buckets:
+            bucket.vacate()
+        self._build(plan)
+        self.replanned = True
+        return True
+
+    # ------------------------------------------------------------------------------------------ forward
+
+    def watch(self, tensors: Sequence[torch.Tensor], count: float, sync: bool) -> None:
+        """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
+        if self._mode is _Mode.IDLE:
+            for bucket in self.buckets:
+                bucket.fired.clear()
+            self._arrived.clear()
+        one = ForwardPass(count, sync)
+        reached = functools.partial(_reached, weakref.ref(self), one)
+        for tensor in tensors:
+            if tensor.requires_grad:
+                self._passes.add(one)
+                tensor.register_hook(reached)
+
+    @property
+    def accumulating(self) -> bool:
+        return self.window.open
+
+    # ------------------------------------------------------------------------------------------ backward
+
+    def reached_output(self, one: ForwardPass) -> None:
+        """Backward arrived at an output of forward."""
+        task = torch._C._current_graph_task_id()
+        if one.task == task:
+            return
+        with self._lock:
+            one.task = task
+            if self._mode is _Mode.IDLE or self._completion is None:
+                self._arm(task, one)
+            else:
+                self._add_pass(one)
+
+    def _arm(self, task: int, one: ForwardPass) -> None:
+        self._mode = _Mode.SYNCING if one.sync else _Mode.MUTED
+        self._task = task
+        self._next = 0
+        self._begun = self._counted = False
+        self._trouble = None
+        others = [other for other in self._passes if other is not one and not other.spent]
+        # Nothing to overlap with one bucket; with several forwards outstanding, how many samples this backward
+        # covers is known at its end only; and the first step is the one that shows how gradients arrive.
+        self._hold = self._hold_always or self.steps == 0 or len(self.buckets) == 1 or bool(others)
+        one.spent = True
+        self._count = one.count
+        # Only the engine keeps the callback; we know it by its number.
+        self._completion = next(_completions)
+        Variable._execution_engine.queue_callback(_EndOfBackward(self, self._completion))
+        count = one.count + sum(other.count for other in others)
+        if self.window.open or (count == 0 and self._mode is _Mode.MUTED):
+            self._scale_by(self._preview(count))
+        if self._mode is _Mode.SYNCING:
+            for bucket in self.buckets:
+                bucket.prepare()
+
+    def _add_pass(self, one: ForwardPass) -> None:
+        one.spent = True
+        self._count += one.count
+        if one.sync and self._mode is _Mode.MUTED:
+            self._mode = _Mode.SYNCING
+            for bucket in self.buckets:
+                bucket.prepare()
+
+    def _preview(self, count: float) -> float:
+        reference = self.window.contribution().reference
+        return count / reference if reference else float(count != 0)
+
+    def _scale_by(self, factor: float) -> None:
+        """Weigh this micro-batch against the first: its gradients are scaled before they are accumulated."""
+        if factor == 1.0 or not self._by_samples:
+            return
+
+        def scaled(gradient: torch.Tensor) -> torch.Tensor:
+            return torch.zeros_like(gradient) if factor == 0 else gradient * factor
+
+        for one in self.managed:
+            if one.parameter.requires_grad:
+                self._scaling.append(one.parameter.register_hook(scaled))
+
+    @property
+    def _by_samples(self) -> bool:
+        return self.by_samples_alone if self.transport is None else self.transport.by_samples
+
+    by_samples_alone = True
+
+    def bucket_full(self, number: int) -> None:
+        """As many gradients arrived as the bucket has: send it, and those after it that had to wait for it."""
+        if self._mode is not _Mode.SYNCING:
+            return
+        bucket = self.buckets[number]
+        with self._lock:
+            if bucket.state is not State.FILLING:
+                self._arrived_too_late(bucket)
+                return
+            if len(bucket.fired) > bucket.size and len(set(bucket.fired)) < bucket.size:
+                return
+            bucket.state = State.READY
+            # A nested backward may bring more gradients to parameters that already have one.
+            if self._hold or torch._C._current_graph_task_id() != self._task:
+                self._hold = True
+                bucket.state = State.FILLING
+                return
+            # The last bucket waits for the end of backward: with it goes this rank's last word on the step.
+            while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is State.READY:
+                self._send(self.buckets[self._next])
+
+    def _arrived_too_late(self, bucket: Bucket) -> None:
+        name = self.managed[bucket.members[bucket.fired[-1]]].name
+        self._hold_always = True
+        self._trouble = (
+            f"{name} got another gradient in the same backward after its bucket had been sent. From now on buckets "
+            "are sent at the end of backward: repeat the step. This comes from nested backward passes (re-entrant "
+            "checkpointing) over shared parameters; torch.utils.checkpoint(..., use_reentrant=False) avoids it."
+        )
+
+    def _count_samples(self) -> None:
+        if not self._counted:
+            self._counted = True
+            self.window.add(self._count)
+
+    def _begin(self) -> None:
+        """Tell the peers what this rank brings; learn whether any of them has failed."""
+        assert self.transport is not None
+        if self._begun:
+            return
+        self._begun = True
+        failed = self._trouble is not None
+        contribution = self.window.contribution()
+        self.transport.begin(Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused()))
+        if self.transport.asks_first:
+            self._check(self.transport.began())
+
+    def _close(self) -> None:
+        """With one bucket everything was known at its beginning; with several, this is the last word."""
+        assert self.transport is not None
+        if len(self.buckets) > 1:
+            failed = self._trouble is not None
+            self.transport.close(Signal(Call.CLOSE, failed=failed, unused=self._has_unused()))
+
+    def _has_unused(self) -> bool:
+        return len(self._used()) < len(self.managed)
+
+    def _used(self) -> set[int]:
+        return self._used_since_exchange.union(self._arrived) - self._silent
+
+    def _send(self, bucket: Bucket) -> None:
+        """Fill what is not filled and hand the bucket to the transport."""
+        with torch.no_grad():
+            self._count_samples()
+            reached = self._used_in(bucket)
+            empty = self._by_samples and self.window.contribution().empty
+            used = bucket.gather(reached, contribute=not empty)
+            self._silent.update(bucket.members[position] for position in reached - used)
+            if self._check_finite and not bucket.is_finite():
+                self._name_non_finite(bucket)
+            self._begin()
+            if bucket.index == len(self.buckets) - 1:
+                self._close()
+            bucket.state = State.IN_FLIGHT
+            self._next = bucket.index + 1
+            if self._skip_unused and not used:
+                return
+            self._launch(bucket)
+
+    def _name_non_finite(self, bucket: Bucket) -> None:
+        names = [self.managed[index].name for index in bucket.members]
+        found = [name for name, one in zip(names, bucket.parameters, strict=True) if not _is_finite(one.grad)]
+        self._trouble = f"non-finite gradient of {', '.join(found[:10])}\n"
+
+    def _launch(self, bucket: Bucket) -> None:
+        assert self.transport is not None
+        if self.hook is None:
+            self.transport.launch(bucket)
+        else:
+            # A hook divides by the world size itself: it gets what makes that division exact.
+            bucket.scale(self.transport.weight() * self.transport.world)
+            self.hook.start(bucket, is_last=bucket.index == len(self.buckets) - 1)
+
+    def _used_in(self, bucket: Bucket) -> set[int]:
+        used = set(bucket.fired)
+        if len(used) < bucket.size and self._used_since_exchange:
+            used.update(i for i, index in enumerate(bucket.members) if index in self._used_since_exchange)
+        return used
+
+    # ------------------------------------------------------------------------------------------ end of backward
+
+    def end_of_backward(self, completion: int) -> None:
+        """The outermost backward is through."""
+        if completion != self._completion:
+            return
+        self._remove_scaling()
+        try:
+            if self.transport is not None and not self._arrived:
+                return  # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was touched
+            if self._mode is _Mode.MUTED:
+                self._count_samples()
+                self._used_since_exchange.update(self._arrived)
+            elif self.transport is None:
+                self._weigh_alone()
+            else:
+                with torch.no_grad():
+                    self._complete()
+        finally:
+            self._go_idle()
+
+    def _weigh_alone(self) -> None:
+        """One rank: only micro-batches of different sizes change anything."""
+        self._count_samples()
+        contribution = self.window.contribution()
+        weight = weight_of(0, [contribution], by_samples=self.by_samples_alone, divide_by_world=False)
+        if weight not in (0.0, 1.0):
+            for one in self.managed:
+                if one.parameter.grad is not None:
+                    one.parameter.grad.mul_(weight)
+
+    def _complete(self) -> None:
+        assert self.transport is not None
+        for bucket in self.buckets[self._next :]:
+            self._send(bucket)
+        self._finish()
+
+    def _finish(self) -> None:
+        """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks without data."""
+        assert self.transport is not None
+        if self.hook is not None:
+            self.hook.finish()
+        for future in self.pending_futures:
+            future.wait()
+        self.pending_futures.clear()
+        if not self.transport.asks_first:
+            self._check(self.transport.began())
+        signals = self.transport.finish()
+        self._check(signals)
+        used = self._agree_on_used(any(signal.unused for signal in signals))
+        for action in self.before_scatter:
+            action()
+        for bucket in self.buckets:
+            members = enumerate(bucket.members)
+            positions = range(bucket.size) if used is None else [i for i, index in members if index in used]
+            if not self.optimizer_in_backward:
+                bucket.scatter(positions)
+            bucket.state = State.DONE
+        self.steps += 1
+        if self.steps == 1:
+            self._agree_on_plan()
+        for action in self.after_step:
+            action()
+
+    def _agree_on_used(self, some_unused: bool) -> set[int] | None:
+        """Parameters that got a gradient on any rank; None means all."""
+        if not some_unused:
+            self.globally_used = None
+            return None
+        assert self.transport is not None
+        local = torch.zeros(len(self.managed), dtype=torch.int32)
+        local[sorted(self._used())] = 1
+        table = self.transport.sum_of(local)
+        self.globally_used = table
+        used = set(table.nonzero().flatten().tolist())
+        return None if len(used) == len(self.managed) else used
+
+    def _agree_on_plan(self) -> None:
+        """After the first step: buckets in the order in which rank 0's gradients arrived."""
+        assert self.transport is not None
+        if len(set(self._arrived)) < len(self._arrived):
+            self._hold_always = True  # nested backwards: a parameter may get several gradients
+        if not self._may_replan:
+            return
+        order = torch.tensor(plan_order(self._arrived, len(self.managed)), dtype=torch.int64)
+        if self.transport.rank != 0:
+            order.zero_()
+        order = self.transport.sum_of(order)
+        self._new_plan = plan_buckets(self._specs(), self._limits, order.tolist())
+
+    def _go_idle(self) -> None:
+        if self._mode is _Mode.SYNCING:
+            self.window.clear()
+            self._used_since_exchange.clear()
+        self._mode = _Mode.IDLE
+        self._completion = None
+        self._task = -1
+        self._begun = False
+        self._arrived.clear()
+        self._silent.clear()
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def _remove_scaling(self) -> None:
+        for handle in self._scaling:
+            handle.remove()
+        self._scaling = []
+
+    # ------------------------------------------------------------------------------------------ without data
+
+    def answer(self, sync_buffers: Callable[[Sequence[Signal]], None]) -> list[Signal]:
+        """Take part in whatever the peers do next, bringing nothing. Returns their signals; all ANSWER: all done."""
+        assert self.transport is not None
+        self.follow_plan()
+        self.transport.begin(Signal(Call.ANSWER))
+        signals = self.transport.began()
+        self._check(signals)
+        call = common_call(signals, self.label)
+        if call is Call.FORWARD and any(signal.buffers for signal in signals):
+            sync_buffers(signals)
+        elif call is Call.BACKWARD:
+            self._answer_backward()
+        return signals
+
+    def _answer_backward(self) -> None:
+        self._mode, self._begun, self._next, self._trouble = _Mode.SYNCING, True, 0, None
+        try:
+            with torch.no_grad():
+                self._send_nothing()
+                self._finish()
+        finally:
+            self._go_idle()
+
+    def _send_nothing(self) -> None:
+        """Take part in the buckets that are not under way yet, bringing zeros."""
+        for bucket in self.buckets[self._next :]:
+            bucket.gather((), contribute=False)
+            self._next = bucket.index + 1
+            if self._next == len(self.buckets):
+                self._close()
+            self._launch(bucket)
+
+    # ------------------------------------------------------------------------------------------ failures
+
+    def _check(self, signals: Sequence[Signal]) -> None:
+        """Everybody sees the same signals, so everybody raises or nobody does."""
+        if any(signal.failed for signal in signals):
+            self._raise_failure(signals)
+        common_call(signals, self.label)
+        self._notice_unequal_counts(signals)
+
+    def _raise_failure(self, signals: Sequence[Signal]) -> None:
+        assert self.transport is not None
+        failed, texts = self._share_failure(signals)
+        rank = self.transport.rank
+        if rank in failed:
+            raise StepError(texts[rank], rank=rank, traceback=texts[rank])
+        told = "\n".join(f"rank {one}:\n{texts[one].rstrip()}" for one in failed)
+        raise StepError(
+            f"rank {failed[0]} failed in this step, so no rank applies it (this is rank {rank}). Its error:\n{told}",
+            rank=failed[0],
+            traceback=texts[failed[0]],
+        )
+
+    def _share_failure(self, signals: Sequence[Signal]) -> tuple[list[int], list[str]]:
+        """End the step on all ranks and exchange what went wrong: who failed, and every rank's text."""
+        assert self.transport is not None
+        at_beginning = any(signal.call is Call.BACKWARD for signal in signals)
+        if at_beginning and not self.transport.asks_first:
+            # Peers did not wait for our signal and have buckets under way: bring them to their end.
+            with torch.no_grad():
+                self._send_nothing()
+            self.transport.finish()
+        texts = self.transport.texts(self._trouble or "")
+        self.abandon_step()
+        return [rank for rank, signal in enumerate(signals) if signal.failed], texts
+
+    def fail(self, error: BaseException | None, where: str) -> None:
+        """This rank cannot finish its step: take part in what is left of it, bringing nothing, and say why."""
+        if self.transport is None or isinstance(error, PacelineError):
+            self.abandon_step()
+            return
+        callers = traceback.format_stack()[:-2]
+        ending = traceback.format_exception(error) if error is not None else [f"{where} raised an error\n"]
+        self._trouble = "".join(callers + ending)
+        self.failures += 1
+        if not self._begun:
+            self._next = 0
+            signals = self.transport.exchange(Signal(Call.ANSWER, failed=True))
+        else:
+            with torch.no_grad():
+                self._send_nothing()
+            if self.hook is not None:
+                self.hook.finish()
+            signals = self.transport.finish()
+        self._share_failure(signals)
+
+    def backward_failed(self, completion: int) -> None:
+        """Backward raised: the engine dropped our callback."""
+        if completion != self._completion:
+            return
+        self._remove_scaling()
+        if self.defer_failure:
+            return
+        if self._mode is _Mode.SYNCING:
+            self.fail(None, "backward")
+        else:
+            self.abandon_step()
+
+    def meet(self, signal: Signal) -> list[Signal]:
+        """Exchange signals outside backward. Raises if a peer has failed."""
+        assert self.transport is not None
+        signals = self.transport.exchange(signal)
+        self._check(signals)
+        return signals
+
+    def use_bucket_dtype(self, dtype: torch.dtype | None) -> None:
+        """Average in another dtype than that of the parameters."""
+        self.bucket_dtype = dtype
+        if self.transport is not None:
+            self._build(self.plan)
+
+    def abandon_step(self) -> None:
+        self._remove_scaling()
+        self._mode = _Mode.SYNCING  # so that the samples counted so far are forgotten
+        self._go_idle()
+
+    @property
+    def in_backward(self) -> bool:
+        return self._mode is not _Mode.IDLE
+
+    def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
+        totals = [signal.contribution.total for signal in signals]
+        if self.unequal_counts_seen or not self._by_samples or not any(totals):
+            return
+        if len({total for total, signal in zip(totals, signals, strict=True) if signal.call is not Call.ANSWER}) > 1:
+            self.unequal_counts_seen = True
+            for action in self.on_unequal_counts:
+                action(totals)
+
+    on_unequal_counts: tuple[Callable[[list[float]], None], ...] = ()
+
+
+def _is_finite(tensor: torch.Tensor | None) -> bool:
+    return tensor is None or bool(torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all())
+
+
+def _remove_all(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
+    handles.clear()
+
+
+def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -> None:
+    alive = reducer()
+    if alive is not None:
+        alive.reached_output(one)
+
+
+def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device

@@ -1,0 +1,114 @@
+"""Ranks of one host: buckets lie in shared memory and are averaged where they lie, by whoever has time.
+
+A rank writes its signal into shared memory, counts itself in and goes on; nobody waits before the end of backward.
+The weights of the average are read from the signals by the rank that does the sum, when all have arrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.ddp.buckets import Bucket, DenseBucket
+from paceline.ddp.reducer import Managed
+from paceline.ddp.signals import Signal
+from paceline.ddp.transport import Transport
+from paceline.groups import PacelineGroup
+from paceline.groups.engine import HostEngine, core_dtype
+from paceline.shm import BucketArena
+
+__all__ = ["SharedTransport"]
+
+_ALIGNMENT = 64
+_SIGNALS = 0  # the bucket that carries no data: all have written their signal
+_SUM, _AVERAGE = 0, 1
+
+
+class SharedTransport(Transport):
+    """Dense CPU gradients of a `paceline` group whose ranks are all on one host."""
+
+    asks_first = False
+
+    def __init__(self, group: PacelineGroup, managed: Sequence[Managed]) -> None:
+        super().__init__(group)
+        assert isinstance(group.engine, HostEngine)
+        sizes = [one.parameter.numel() * max(one.parameter.element_size(), 4) for one in managed]
+        room = sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
+        # Two plans: the first, and the one made from the order in which gradients arrive.
+        self._arena = BucketArena.open(
+            group.engine.comm, group.get_group_store(), bytes_per_rank=room, buckets=1 + 2 * len(sizes) + 2
+        )
+        self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
+        self._defined = 1
+        self.forget()
+        self._began: list[Signal] | None = None
+        self._note = self._last = 0
+        self._in_flight: list[int] = []
+
+    @classmethod
+    def serves(cls, group: dist.ProcessGroup, managed: Sequence[Managed]) -> bool:
+        """Whether these gradients can be averaged this way in this group."""
+        return (
+            isinstance(group, PacelineGroup)
+            and isinstance(group.engine, HostEngine)
+            and all(one.parameter.is_cpu and not one.sparse for one in managed)
+        )
+
+    def forget(self) -> None:
+        self._next_byte = _ALIGNMENT
+        self._numbers: dict[int, int] = {}  # bucket of the plan -> bucket of the arena
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        del device
+        start, end = self._next_byte, self._next_byte + nbytes
+        if end > self._arena.nbytes:
+            return None
+        self._next_byte = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=start)
+
+    def begin(self, signal: Signal) -> None:
+        self._began = None
+        self._arena.weigh(by_samples=self.by_samples, divide_by_ranks=self.divide_by_world)
+        self._note = self._last = self._arena.note(signal.pack(), weighs=True)
+        self._arena.ready(_SIGNALS)
+
+    def began(self) -> list[Signal]:
+        if self._began is None:
+            self._arena.finish(_SIGNALS)
+            self._began = self._read(self._note)
+        return self._began
+
+    def launch(self, bucket: Bucket) -> None:
+        number = self._numbers.get(bucket.index)
+        if number is None:
+            number = self._define(bucket)
+        self._arena.ready(number)
+        self._in_flight.append(number)
+
+    def _define(self, bucket: Bucket) -> int:
+        assert isinstance(bucket, DenseBucket)
+        number = self._numbers[bucket.index] = self._defined
+        self._defined += 1
+        flat = bucket.wire()
+        offset = flat.data_ptr() - torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
+        self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
+        return number
+
+    def close(self, signal: Signal) -> None:
+        self._last = self._arena.note(signal.pack())
+
+    def finish(self) -> list[Signal]:
+        in_flight, self._in_flight = self._in_flight, []
+        for number in in_flight:
+            self._arena.finish(number)
+        return self.began() if self._last == self._note else self._read(self._last)
+
+    def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        result = numbers.clone()
+        self.group.allreduce([result]).wait()
+        return result
+
+    def _read(self, number: int) -> list[Signal]:
+        return [Signal.unpack(row) for row in self._arena.notes(number)]

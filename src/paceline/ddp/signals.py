@@ -1,0 +1,68 @@
+"""The few numbers ranks tell each other beside their gradients: what they are about to do, and how it stands.
+
+Every exchange of a model begins with one `Signal` per rank. A rank without data (`Call.ANSWER`) follows whatever
+its peers are doing; two ranks with data that are doing different things are a mistake in the program, and said so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Sequence
+from typing import ClassVar
+
+from paceline.ddp.samples import NOTHING, Contribution
+from paceline.errors import MismatchError
+
+__all__ = ["Call", "Signal", "common_call"]
+
+
+class Call(enum.IntEnum):
+    """What a rank is about to do."""
+
+    ANSWER = 0  # nothing of its own: it has no data, or it failed
+    FORWARD = 1
+    BACKWARD = 2
+    CLOSE = 3  # all gradients are under way
+
+    def __str__(self) -> str:
+        return {0: "no more data", 1: "forward", 2: "backward", 3: "the end of backward"}[int(self)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signal:
+    """One rank's part of an exchange."""
+
+    call: Call
+    contribution: Contribution = NOTHING
+    failed: bool = False  # this rank cannot finish its step: nobody may apply it
+    unused: bool = False  # some parameter got no gradient here
+    buffers: bool = False  # module buffers are synchronised next
+    backward_follows: bool = False
+
+    WIDTH: ClassVar[int] = 8
+
+    def pack(self) -> list[float]:
+        """The signal as WIDTH numbers."""
+        one = self.contribution
+        flags = [float(self.failed), float(self.unused), float(self.buffers), float(self.backward_follows)]
+        return [float(self.call), one.reference, one.total, float(one.micro_batches), *flags]
+
+    @classmethod
+    def unpack(cls, row: Sequence[float]) -> Signal:
+        contribution = Contribution(row[1], row[2], int(row[3]))
+        return cls(Call(int(row[0])), contribution, *(value != 0 for value in row[4:8]))
+
+
+def common_call(signals: Sequence[Signal], name: str) -> Call:
+    """What the ranks with data are doing; ANSWER if none has any. Raises if they do different things."""
+    calls = {signal.call for signal in signals if signal.call is not Call.ANSWER}
+    if len(calls) > 1:
+        values = {rank: str(signal.call) for rank, signal in enumerate(signals)}
+        told = ", ".join(f"rank {rank} is at {what}" for rank, what in values.items())
+        raise MismatchError(
+            f"the ranks of {name} are at different points of their step: {told}. Every rank must call forward and "
+            "backward equally often; a rank that runs out of data calls no_more_data().",
+            values,
+        )
+    return calls.pop() if calls else Call.ANSWER

@@ -1,0 +1,155 @@
+"""How a filled bucket becomes the average over ranks. One interface; what is below it depends on the group.
+
+begin(signal)    a backward has started: tell the peers how many samples this rank brings
+launch(bucket)   a bucket is full; called in plan order, never blocks for the peers' gradients
+finish(signal)   wait until every launched bucket holds the average; returns all ranks' signals
+exchange(signal) a signal alone
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.samples import weight_of
+from paceline.ddp.signals import Signal
+
+__all__ = ["GroupTransport", "Transport"]
+
+
+class Transport(abc.ABC):
+    """The averaging of buckets over the ranks of one group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.rank: int = dist.get_rank(group)
+        self.world: int = dist.get_world_size(group)
+        self.by_samples = True
+        self.divide_by_world = False  # torch's rule for ranks without data, see samples.weight_of
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory for a bucket, as bytes; None if there is no more than it has already."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+    def forget(self) -> None:  # noqa: B027 - most transports keep nothing
+        """The buckets so far are replaced by others."""
+
+    def exchange(self, signal: Signal) -> list[Signal]:
+        self.begin(signal)
+        return self.began()
+
+    @abc.abstractmethod
+    def begin(self, signal: Signal) -> None: ...
+
+    @abc.abstractmethod
+    def began(self) -> list[Signal]:
+        """All ranks' signals of `begin`; waits for them."""
+
+    @abc.abstractmethod
+    def launch(self, bucket: Bucket) -> None: ...
+
+    @abc.abstractmethod
+    def close(self, signal: Signal) -> None: ...
+
+    @abc.abstractmethod
+    def finish(self) -> list[Signal]: ...
+
+    # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent nothing.
+    asks_first = True
+
+    @abc.abstractmethod
+    def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of a small tensor in host memory."""
+
+    def table_of(self, row: torch.Tensor) -> torch.Tensor:
+        """Every rank's row, one below the other."""
+        table = torch.zeros(self.world, *row.shape, dtype=row.dtype)
+        table[self.rank] = row
+        return self.sum_of(table)
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text."""
+        data = text.encode()
+        longest = int(self.table_of(torch.tensor([len(data)])).max())
+        row = torch.zeros(longest, dtype=torch.uint8)
+        row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        return [bytes(line.tolist()).rstrip(b"\0").decode() for line in self.table_of(row)]
+
+    def weight(self) -> float:
+        """This rank's factor in the average of the step that has begun."""
+        return weight_of(
+            self.rank,
+            [signal.contribution for signal in self.began()],
+            by_samples=self.by_samples,
+            divide_by_world=self.divide_by_world,
+        )
+
+
+class GroupTransport(Transport):
+    """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the sum."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._device = device  # signals travel in host memory wherever the group can do that
+        self._signals: torch.Tensor | None = None
+        self._begin_work: Any = None
+        self._began: list[Signal] = []
+        self._weight: float | None = None
+        self._closing: tuple[torch.Tensor, Any] | None = None
+        self._in_flight: list[tuple[Any, Bucket]] = []
+
+    def begin(self, signal: Signal) -> None:
+        self._weight = None
+        self._signals, self._begin_work = self._send(signal)
+
+    def began(self) -> list[Signal]:
+        if self._begin_work is not None:
+            assert self._signals is not None
+            self._begin_work.wait()
+            self._begin_work = None
+            self._began = _read(self._signals)
+        return self._began
+
+    def launch(self, bucket: Bucket) -> None:
+        if self._weight is None:
+            self._weight = self.weight()
+        bucket.scale(self._weight)
+        work = bucket.all_reduce(self.group)
+        self._in_flight.append((work, bucket))
+
+    def close(self, signal: Signal) -> None:
+        self._closing = self._send(signal)
+
+    def finish(self) -> list[Signal]:
+        in_flight, self._in_flight = self._in_flight, []
+        for work, bucket in in_flight:
+            work.wait()
+            bucket.received()
+        closing, self._closing = self._closing, None
+        if closing is None:
+            return self.began()
+        table, closing_work = closing
+        closing_work.wait()
+        return _read(table)
+
+    def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
+        moved = numbers.to(self._device)
+        self.group.allreduce([moved]).wait()
+        return moved.cpu()
+
+    def _send(self, signal: Signal) -> tuple[torch.Tensor, Any]:
+        # A sum in which every rank fills its own row: a gather that every backend has.
+        table = torch.zeros(self.world, Signal.WIDTH, dtype=torch.float64)
+        table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
+        table = table.to(self._device)
+        return table, self.group.allreduce([table])
+
+
+def _read(table: torch.Tensor) -> list[Signal]:
+    rows: Sequence[Sequence[float]] = table.tolist()
+    return [Signal.unpack(row) for row in rows]

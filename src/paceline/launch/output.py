@@ -1,0 +1,112 @@
+"""Brings the ranks' output to the screen: whole lines, each with its rank, and a copy per rank in a directory."""
+
+from __future__ import annotations
+
+import collections
+import os
+import pathlib
+from collections.abc import Callable
+
+__all__ = ["Lines", "Output", "TAIL_LINES"]
+
+TAIL_LINES = 30
+_COLOURS = (36, 33, 32, 35, 34, 31)  # by rank, round and round
+_LONGEST_LINE = 1 << 20
+
+
+class Lines:
+    """Cuts a byte stream into lines. Progress bars redraw a line with carriage returns: only its last state counts."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """The lines that became complete, without their ends."""
+        *whole, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LONGEST_LINE:
+            whole.append(self._rest)
+            self._rest = b""
+        elif b"\r" in self._rest[:-1]:
+            # What a later carriage return overwrites need not be kept.
+            self._rest = self._rest[self._rest.rindex(b"\r", 0, -1) + 1 :]
+        return [_last_state(line) for line in whole]
+
+    def end(self) -> list[bytes]:
+        """What is left when the stream ends."""
+        rest, self._rest = self._rest, b""
+        return [_last_state(rest)] if rest else []
+
+
+def _last_state(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+class Output:
+    """Writes lines of ranks to `write(stream, bytes)`, stream 1 or 2."""
+
+    def __init__(
+        self,
+        ranks: int,
+        write: Callable[[int, bytes], None],
+        *,
+        first_rank: int = 0,
+        colour: bool = False,
+        shown: frozenset[int] | None = None,
+        log_dir: pathlib.Path | None = None,
+    ) -> None:
+        self._write = write
+        self._shown = shown
+        self.first_rank = first_rank
+        self._width = len(str(first_rank + ranks - 1))
+        self._colour = colour
+        self._lines = {(rank, stream): Lines() for rank in range(ranks) for stream in (1, 2)}
+        self.tails = [collections.deque[str](maxlen=TAIL_LINES) for _ in range(ranks)]
+        self._logs = [_open_log(log_dir, first_rank + rank) for rank in range(ranks)] if log_dir else []
+
+    def feed(self, rank: int, stream: int, data: bytes) -> None:
+        """Bytes that local rank `rank` wrote."""
+        self._emit(rank, stream, self._lines[rank, stream].feed(data))
+        if self._logs:
+            _write_all(self._logs[rank], data)
+
+    def end(self, rank: int) -> None:
+        """A rank's output is complete."""
+        for stream in (1, 2):
+            self._emit(rank, stream, self._lines[rank, stream].end())
+
+    def tell(self, rank: int, text: str) -> None:
+        """Lines of the launcher's own about a rank, in its log as well."""
+        self._emit(rank, 2, text.encode(errors="replace").splitlines(), always=True)
+        if self._logs:
+            _write_all(self._logs[rank], text.encode(errors="replace"))
+
+    def close(self) -> None:
+        for log in self._logs:
+            os.close(log)
+        self._logs = []
+
+    def _emit(self, rank: int, stream: int, lines: list[bytes], *, always: bool = False) -> None:
+        if not lines:
+            return
+        if stream == 2 and not always:
+            self.tails[rank].extend(line.decode(errors="replace") for line in lines)
+        if always or self._shown is None or rank in self._shown:
+            prefix = self._prefix(rank)
+            self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
+
+    def _prefix(self, rank: int) -> bytes:
+        number = self.first_rank + rank
+        text = f"[{number:>{self._width}}]"
+        if self._colour:
+            text = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
+        return f"{text} ".encode()
+
+
+def _open_log(folder: pathlib.Path, rank: int) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]

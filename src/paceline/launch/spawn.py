@@ -1,0 +1,112 @@
+"""`paceline.spawn(fn, args, nprocs)`: run a function on ranks of this host and bring back what each returned."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from paceline.errors import ConfigError, LaunchError, describe_exit
+from paceline.launch.job import Function, Report
+from paceline.launch.output import Output
+from paceline.launch.ranks import count_ranks, threads_for
+from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
+from paceline.launch.zygote import PRELOAD
+
+__all__ = ["spawn"]
+
+
+def spawn(
+    fn: Callable[..., Any],
+    args: Sequence[Any] = (),
+    nprocs: int | str = "auto",
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    env: Mapping[str, str] | None = None,
+    preload: Sequence[str] = PRELOAD,
+    quiet: bool = False,
+) -> list[Any]:
+    """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank order.
+
+    Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions and classes defined
+    in a cell travel by value. In `fn`, `paceline.init_process_group()` joins the ranks and `paceline.rank()` tells
+    which one it is. What ranks print appears here with the rank before it, unless `quiet`. `preload` names modules that
+    are imported once, before the ranks are forked.
+
+    The first error of a rank is raised here as it was raised there, with its traceback as a note; the other ranks are
+    stopped. A rank that died without one gives a `LaunchError`.
+    """
+    import cloudpickle
+
+    if "PACELINE_SPAWNED" in os.environ and os.environ.get("RANK"):
+        raise ConfigError(
+            f"rank {os.environ['RANK']} of paceline.spawn calls paceline.spawn again; call it outside `fn`"
+        )
+    ranks = count_ranks(str(nprocs))
+    plan = Plan(
+        work=Function(cloudpickle.dumps((fn, tuple(args), dict(kwargs or {})))),
+        ranks=ranks,
+        threads=threads_for(ranks),
+        launcher="paceline.spawn",
+        path=tuple(sys.path),
+        preload=tuple(preload),
+        environ={**(env or {}), "PACELINE_SPAWNED": "1"},
+        grace_s=5.0,
+    )
+    output = Output(ranks, _print, shown=frozenset() if quiet else None)
+    ending = Supervisor(plan, output).run()
+    _raise_first(ending, output)
+    return [_value(report) for report in ending.reports]
+
+
+def _print(stream: int, data: bytes) -> None:
+    """To sys.stdout and sys.stderr, which a notebook shows in the cell."""
+    target = sys.stdout if stream == 1 else sys.stderr
+    target.write(data.decode(errors="replace"))
+    target.flush()
+
+
+def _value(report: Report | None) -> Any:
+    import cloudpickle
+
+    assert report is not None, "a rank that ended well has reported its result"
+    return cloudpickle.loads(report.payload)
+
+
+def _raise_first(ending: Ending, output: Output) -> None:
+    if ending.failures:
+        first, *later = ending.failures
+        error = _as_exception(first, ending, output)
+        for other in later:
+            reason = other.report.summary if other.report and other.report.summary else describe_exit(other.exitcode)
+            error.add_note(f"later rank {other.rank} failed as well: {reason}")
+        raise error
+    if ending.unable is not None:
+        raise LaunchError(ending.unable.reason, exitcode=ending.unable.exitcode)
+    silent = [rank for rank, report in enumerate(ending.reports) if report is None]
+    if silent:
+        raise LaunchError(
+            f"rank {silent[0]} ended with code 0 before the function returned (os._exit or sys.exit inside it?)",
+            rank=silent[0],
+            exitcode=0,
+        )
+
+
+def _as_exception(failure: Failure, ending: Ending, output: Output) -> BaseException:
+    import cloudpickle
+
+    report = failure.report
+    if report is not None and report.kind == "error" and report.payload:
+        error: BaseException = cloudpickle.loads(report.payload)
+        error.add_note(f"raised by rank {failure.rank}:\n{report.text}")
+        return error
+    tail = "\n".join(output.tails[failure.rank])
+    what = report.text or report.summary if report is not None else describe_exit(failure.exitcode)
+    pid = ending.pids.get(failure.rank)
+    return LaunchError(
+        f"rank {failure.rank} (pid {pid}) failed first: {what}" + (f"\nits last output:\n{tail}" if tail else ""),
+        rank=failure.rank,
+        exitcode=failure.exitcode,
+        tail=tail,
+    )

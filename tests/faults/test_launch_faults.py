@@ -1,0 +1,312 @@
+"""Whatever goes wrong under `paceline run`: the right exit code, the right last line, no process left."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tests.harness.launched import launched, run_command, wait_for_files, write_script
+
+
+def _run(script, *arguments, **options):
+    with launched(run_command(script, *arguments, **options)) as job:
+        code = job.wait()
+        left = job.left_after(5.0)
+    assert left == []
+    return code, job
+
+
+RAISES = """
+    import os, time
+    if os.environ["RANK"] == "1":
+        def deep():
+            raise ValueError("no such sample")
+        deep()
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_raises_is_last_on_screen_and_the_others_stop(tmp_path):
+    began = time.monotonic()
+    code, job = _run(write_script(tmp_path, RAISES), ranks=3)
+    assert code == 1
+    assert time.monotonic() - began < 30
+    lines = job.stderr.strip().splitlines()
+    assert lines[-1].startswith("paceline: rank 1 (pid ")
+    assert lines[-1].endswith("failed first: ValueError: no such sample; 2 others stopped")
+    assert lines[-2] == "[1] ValueError: no such sample"
+    assert "[1] Traceback (most recent call last):" in lines
+    assert not any("paceline/launch" in line for line in lines), "frames of the launcher are no news to the user"
+
+
+def test_the_first_in_time_is_named_although_it_ends_last(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import atexit, os, signal, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "0":
+            atexit.register(time.sleep, 1.0)   # the group's clean-up, say
+            raise KeyError("the cause")
+        time.sleep(0.3)
+        raise ConnectionError("peer closed the connection")
+        """,
+    )
+    code, job = _run(script)
+    assert code == 1
+    assert "rank 0" in job.last_line
+    assert "KeyError: 'the cause'" in job.last_line
+    assert "failed later: ConnectionError: peer closed" in job.stderr
+
+
+@pytest.mark.parametrize(("ending", "code"), [("os._exit(3)", 3), ("sys.exit(7)", 7), ("sys.exit('no data')", 1)])
+def test_the_exit_code_is_kept(tmp_path, ending, code):
+    script = write_script(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(60)\n")
+    found, job = _run(script)
+    assert found == code
+    assert "rank 1" in job.last_line
+    if "no data" in ending:
+        assert "no data" in job.last_line
+
+
+def test_a_killed_rank_gives_128_plus_the_signal(tmp_path):
+    script = write_script(
+        tmp_path, "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+    )
+    code, job = _run(script)
+    assert code == 137
+    assert "rank 1" in job.last_line
+    assert "killed by SIGKILL" in job.last_line
+
+
+def test_a_crash_shows_the_python_line_it_happened_in(tmp_path):
+    script = write_script(tmp_path, "import ctypes\ndef into_nowhere():\n    ctypes.string_at(0)\ninto_nowhere()\n")
+    code, job = _run(script, ranks=1)
+    assert code == 128 + signal.SIGSEGV
+    assert "into_nowhere" in job.stderr
+    assert "killed by SIGSEGV" in job.last_line
+
+
+# Each rank starts a well-behaved child, and one that left its session, as daemons do.
+WITH_CHILDREN = """
+    import os, pathlib, subprocess, sys, time
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    subprocess.Popen(sleep)
+    subprocess.Popen(sleep, start_new_session=True)
+    pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text(str(os.getpid()))
+    time.sleep(300)
+"""
+
+
+@pytest.fixture
+def busy(tmp_path):
+    """A job of two ranks, each with two children, that would run for minutes."""
+    script = write_script(tmp_path, WITH_CHILDREN)
+    with launched(run_command(script, str(tmp_path), options=("--grace=5",)), start_new_session=True) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        job.rank_pids = [int((tmp_path / f"up-{rank}").read_text()) for rank in (0, 1)]
+        assert len(job.processes()) == 8  # launcher, fork server, two ranks with two children each
+        yield job
+
+
+def _fork_server(job):
+    text = subprocess.run(
+        ["ps", "-o", "ppid=", "-p", str(job.rank_pids[0])], capture_output=True, text=True, check=True
+    )
+    return int(text.stdout)
+
+
+def test_kill_9_of_the_launcher_leaves_nothing(busy):
+    os.kill(busy.process.pid, signal.SIGKILL)
+    assert busy.left_after(10.0) == []
+    assert busy.wait() == -signal.SIGKILL
+
+
+def test_kill_9_of_the_fork_server_leaves_nothing(busy):
+    server = _fork_server(busy)
+    os.kill(server, signal.SIGKILL)
+    assert busy.wait() == 137
+    assert f"the fork server (pid {server})" in busy.last_line
+    assert busy.left_after(5.0) == []
+
+
+def test_kill_9_of_the_whole_group_leaves_nothing(busy):
+    os.killpg(busy.process.pid, signal.SIGKILL)
+    assert busy.left_after(10.0) == []
+    assert busy.wait() == -signal.SIGKILL
+
+
+def test_kill_9_of_a_rank_takes_its_children_along(busy):
+    os.kill(busy.rank_pids[1], signal.SIGKILL)
+    assert busy.wait() == 137
+    assert busy.left_after(0.0) == []
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_ends_everything_once_is_enough(busy, number, code):
+    os.kill(busy.process.pid, number)
+    assert busy.wait() == code
+    assert busy.last_line == f"paceline: stopped by {number.name}"
+    assert busy.left_after(0.0) == []
+    if number == signal.SIGINT:
+        assert "rank 0 was interrupted at" in busy.stderr
+        assert "KeyboardInterrupt" not in busy.stderr
+
+
+STUBBORN = """
+    import os, pathlib, signal, sys, time
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text("up")
+    time.sleep(300)
+"""
+
+
+def test_ranks_that_ignore_the_signal_are_killed_after_the_grace_time(tmp_path):
+    script = write_script(tmp_path, STUBBORN)
+    with launched(run_command(script, str(tmp_path), options=("--grace=0.5",))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait() == 143
+        assert job.left_after(0.0) == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
+    script = write_script(tmp_path, STUBBORN)
+    with launched(run_command(script, str(tmp_path), options=("--grace=300",))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGINT)
+        time.sleep(0.3)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 130
+        assert job.left_after(0.0) == []
+
+
+def test_interrupted_while_torch_is_being_imported(tmp_path):
+    script = write_script(tmp_path, "print('never')")
+    with launched(run_command(script, options=("--preload=torch",))) as job:
+        time.sleep(0.6)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait() == 130
+        assert job.left_after(2.0) == []
+
+
+def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        done = []
+        signal.signal(signal.SIGTERM, lambda *_: done.append(1))
+        pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text("up")
+        while not done:
+            time.sleep(0.05)
+        print("saved", flush=True)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait() == 0
+        assert sorted(job.stdout.split("\n")[:2]) == ["[0] saved", "[1] saved"]
+        assert job.last_line == "paceline: stopped by SIGTERM: all ranks ended by themselves"
+
+
+HELLO = "import os, sys\nprint('hello', sys.stdin.read() if os.environ['RANK'] == '0' else '')\n"
+
+
+def test_closed_standard_streams(tmp_path):
+    script = write_script(tmp_path, HELLO)
+    command = " ".join(run_command(script, options=(f"--log-dir={tmp_path}/logs",)))
+    with launched(["sh", "-c", f"{command} <&- >&- 2>&-"]) as job:
+        assert job.wait() == 0
+        assert job.left_after(0.0) == []
+    for rank in (0, 1):
+        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text().startswith("hello")
+
+
+def test_rank_0_gets_the_standard_input(tmp_path):
+    with launched(run_command(write_script(tmp_path, HELLO)), stdin=subprocess.PIPE) as job:
+        job.process.stdin.write("typed")
+        assert job.wait() == 0
+        assert "[0] hello typed" in job.stdout
+
+
+def test_a_reader_that_has_seen_enough(tmp_path):
+    script = write_script(tmp_path, "import itertools\nfor i in itertools.count():\n    print(i, flush=True)\n")
+    command = " ".join(run_command(script, options=("--grace=2",)))
+    with launched(["bash", "-c", f"{command} | head -n 3; echo ${{PIPESTATUS[0]}}"]) as job:
+        assert job.wait() == 0
+        assert job.stdout.split()[-1] == "141"
+        assert job.left_after(0.0) == []
+
+
+def test_in_the_background_with_hangups_ignored(tmp_path):
+    """nohup: a signal that was ignored from the start stays ignored."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text("up")
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    command = run_command(script, str(tmp_path))
+    with launched([sys.executable, "-c", _IGNORING.format(command=command)]) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGHUP)
+        time.sleep(0.3)
+        (tmp_path / "go").write_text("go")
+        assert job.wait() == 0
+
+
+_IGNORING = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv({command!r}[0], {command!r})"
+
+
+def test_a_closed_terminal_ends_everything(tmp_path):
+    script = write_script(tmp_path, WITH_CHILDREN)
+    ours, theirs = pty.openpty()
+    become_leader = "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); {}"
+    command = run_command(script, str(tmp_path), options=("--grace=2",))
+    start = become_leader.format(f"os.execv({command[0]!r}, {command!r})")
+    with launched([sys.executable, "-c", start], stdin=theirs, stdout=theirs, stderr=theirs) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.close(ours)  # the window is closed: SIGHUP, and writing fails from now on
+        assert job.process.wait(60) == 129
+        assert job.left_after(0.0) == []
+
+
+def test_ctrl_c_typed_in_a_terminal(tmp_path):
+    script = write_script(tmp_path, WITH_CHILDREN)
+    ours, theirs = pty.openpty()
+    command = run_command(script, str(tmp_path), options=("--grace=5",))
+    start = (
+        "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
+        f"os.execv({command[0]!r}, {command!r})"
+    )
+    with launched([sys.executable, "-c", start], stdin=theirs, stdout=theirs, stderr=theirs) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.write(ours, b"\x03")
+        assert job.process.wait(60) == 130
+        assert job.left_after(0.0) == []
+        os.close(ours)
+
+
+def test_children_that_outlive_a_successful_rank_are_ended(tmp_path):
+    script = write_script(
+        tmp_path,
+        "import subprocess, sys\n"
+        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n",
+    )
+    code, _ = _run(script)
+    assert code == 0

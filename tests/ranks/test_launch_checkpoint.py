@@ -1,0 +1,127 @@
+"""Checkpoints of several ranks: one writes, all agree, nobody waits for ever; a kill leaves the old or the new file."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import itertools
+import os
+import signal
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import paceline
+from paceline.errors import CollectiveTimeout, MismatchError, PacelineError
+from tests.harness import init_group, run_ranks
+from tests.harness.launched import wait_for_files
+
+BACKENDS = pytest.mark.parametrize("backend", ["paceline", "gloo"])
+
+
+def _train(model, optimizer, rank, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(100 * step + rank)
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+
+
+@BACKENDS
+def test_saved_by_two_ranks_loaded_by_three_and_by_one(tmp_path, backend):
+    path = str(tmp_path / "last.pt")
+
+    def wrapped():
+        model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def save(rank, world):
+        init_group(backend)
+        torch.manual_seed(0)
+        model, optimizer = wrapped()
+        _train(model, optimizer, rank, 3)
+        paceline.save(path, model=model, optimizer=optimizer, step=3)
+        exists = os.path.exists(path)  # for every rank, as soon as the call returns
+        paceline.destroy_process_group()
+        return exists, model.module.weight.detach()
+
+    def load(rank, world):
+        init_group(backend)
+        torch.manual_seed(rank + 1)
+        model, optimizer = wrapped()
+        rest = paceline.load(path, model=model, optimizer=optimizer)
+        paceline.destroy_process_group()
+        return rest["step"], model.module.weight.detach(), optimizer.state_dict()["state"][0]["momentum_buffer"]
+
+    (exists, weight), (exists_too, _) = run_ranks(2, save)
+    assert exists
+    assert exists_too
+    for step, loaded, _ in run_ranks(3, load):
+        assert step == 3
+        assert torch.equal(loaded, weight)
+    alone = nn.Linear(3, 2)
+    assert paceline.load(path, model=alone)["step"] == 3
+    assert torch.equal(alone.weight, weight)
+
+
+def test_a_call_on_rank_0_only_is_an_error_not_a_deadlock(tmp_path):
+    def save(rank, world):
+        init_group("gloo")
+        message = None
+        if rank == 0:
+            with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] did not come to it.*if rank == 0") as caught:
+                paceline.save(tmp_path / "x.pt", step=1, timeout=datetime.timedelta(seconds=1))
+            message = caught.value.missing
+        paceline.destroy_process_group()
+        return message
+
+    assert run_ranks(3, save)[0] == (1, 2)
+    assert os.listdir(tmp_path) == []
+
+
+def test_ranks_that_save_different_things_are_told(tmp_path):
+    def save(rank, world):
+        init_group("gloo")
+        with pytest.raises(MismatchError, match=r"rank 0: .*a\.pt.*\n.*rank 1: .*b\.pt"):
+            paceline.save(tmp_path / ("a.pt" if rank == 0 else "b.pt"), step=1)
+        paceline.destroy_process_group()
+
+    run_ranks(2, save)
+    assert os.listdir(tmp_path) == []
+
+
+def test_an_error_of_the_writer_reaches_all(tmp_path):
+    def save(rank, world):
+        init_group("gloo")
+        with pytest.raises((PacelineError, OSError), match="File exists"):
+            paceline.save("/dev/null/x.pt", step=1)
+        paceline.destroy_process_group()
+
+    run_ranks(2, save)
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
+    """Twelve kills, spread over the time one save takes."""
+
+    def write(rank, world):
+        for step in itertools.count(1):
+            weights = {"w": torch.full((300_000,), float(step))}
+            paceline.save(tmp_path / "last.pt", model=weights, step=step)
+            (tmp_path / "up").write_text("up")
+
+    def kill(moment, pids):
+        wait_for_files(tmp_path / "up")
+        time.sleep(moment)
+        os.kill(pids[0], signal.SIGKILL)
+
+    last = 0
+    for attempt in range(12):
+        (tmp_path / "up").unlink(missing_ok=True)
+        run_ranks(1, write, check=False, on_start=functools.partial(kill, 0.003 * attempt))
+        state = paceline.load(tmp_path / "last.pt")
+        assert torch.equal(state["model"]["w"], torch.full((300_000,), float(state["step"])))
+        last = max(last, state["step"])
+    assert last > 1

@@ -1,0 +1,160 @@
+"""`paceline.ray.launch` and Ray Train on a real local Ray."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from tests.harness.launched import launched, write_script
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+# One cluster for all: starting one takes longer than everything that is done on it.
+SCRIPT = """
+    import logging, os, signal, sys, time, warnings
+    warnings.simplefilter("ignore")
+    import ray, torch, paceline
+    from paceline.errors import ConfigError, LaunchError
+
+    ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+    class Local:
+        def __init__(self, value): self.value = value
+
+    def average(base, scale=1.0):
+        import torch, torch.distributed as dist
+        paceline.init_process_group()
+        value = torch.tensor([base + paceline.rank()])
+        dist.all_reduce(value)
+        here = paceline.launch.group.placement()
+        place = (here.source, here.rank, here.local_rank, here.local_world_size)
+        return Local((*place, dist.get_backend(), scale * value.item()))
+
+    results = paceline.ray.launch(average, 2, args=(10.0,), kwargs={"scale": 2.0})
+    print("results", [r.value for r in results], flush=True)
+
+    def fail():
+        if paceline.rank() == 1:
+            raise FileNotFoundError("no such sample")
+        time.sleep(300)
+    try:
+        paceline.ray.launch(fail, 2)
+    except FileNotFoundError as error:
+        print("error", error, "raised by rank 1" in error.__notes__[0], flush=True)
+
+    def die():
+        if paceline.rank() == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(300)
+    try:
+        paceline.ray.launch(die, 2)
+    except LaunchError as error:
+        print("death", error.rank, flush=True)
+
+    try:
+        paceline.ray.launch(average, 2, resources_per_worker={"CPU": 64}, placement_timeout_s=1)
+    except ConfigError as error:
+        print("no place", "no place for 2 workers with {'CPU': 64}" in str(error), flush=True)
+
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU") != 3.0 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    print("free again", ray.available_resources()["CPU"], flush=True)
+    ray.shutdown()
+"""
+
+
+def test_results_errors_and_deaths(tmp_path):
+    with launched([sys.executable, str(write_script(tmp_path, SCRIPT))], env=_quiet(tmp_path)) as job:
+        code = job.wait(280)
+        assert code == 0, job.stdout + job.stderr[-3000:]
+        assert job.left_after(15.0) == []
+    place = "('Ray', {0}, {0}, 2, 'paceline', 42.0)"
+    assert f"results [{place.format(0)}, {place.format(1)}]" in job.stdout
+    assert "error no such sample True" in job.stdout
+    assert "death 0" in job.stdout
+    assert "no place True" in job.stdout
+    assert "free again 3.0" in job.stdout
+
+
+RAY_TRAIN = """
+    import logging, pathlib, sys, warnings
+    warnings.simplefilter("ignore")
+    import ray, paceline
+    from ray.train import ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def set_up():
+        import paceline      # registers the backend before Ray Train asks for it
+
+    ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False,
+             runtime_env={"worker_process_setup_hook": set_up})
+
+    def train_loop(config):
+        import torch, torch.distributed as dist
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
+        model(torch.ones(3, 2)).sum().backward()
+        place = f"{dist.get_backend()} {paceline.rank()} {paceline.local_rank()} {paceline.world_size()}"
+        pathlib.Path(config["folder"], f"rank-{paceline.rank()}").write_text(place)
+
+    settings = TorchConfig(backend="paceline")
+    scaling = ScalingConfig(num_workers=2)
+    options = {"torch_config": settings, "scaling_config": scaling, "train_loop_config": {"folder": sys.argv[1]}}
+    TorchTrainer(train_loop, **options).fit()
+    ray.shutdown()
+"""
+
+
+def test_inside_ray_train(tmp_path):
+    pytest.importorskip("pandas", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
+    pytest.importorskip("pyarrow", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
+    command = [sys.executable, str(write_script(tmp_path, RAY_TRAIN)), str(tmp_path)]
+    with launched(command, env=_quiet(tmp_path)) as job:
+        code = job.wait(280)
+        assert code == 0, job.stdout + job.stderr[-3000:]
+        assert job.left_after(15.0) == []
+    for rank in (0, 1):
+        assert (tmp_path / f"rank-{rank}").read_text() == f"paceline {rank} {rank} 2"
+
+
+CANCELLED = """
+    import warnings
+    warnings.simplefilter("ignore")
+    import os, pathlib, sys, time, paceline
+    def forever(folder):
+        pathlib.Path(folder, f"up-{paceline.rank()}").write_text("up")
+        time.sleep(300)
+    try:
+        paceline.ray.launch(forever, 1, args=(sys.argv[1],))     # starts a cluster of its own
+    except KeyboardInterrupt:
+        sys.exit(130)
+"""
+
+
+def test_ctrl_c_ends_the_workers_and_a_cluster_it_started(tmp_path):
+    from tests.harness.launched import wait_for_files
+
+    with launched([sys.executable, str(write_script(tmp_path, CANCELLED)), str(tmp_path)], env=_quiet(tmp_path)) as job:
+        wait_for_files(tmp_path / "up-0", timeout=90)
+        os.kill(job.process.pid, signal.SIGINT)
+        assert job.wait(60) == 130
+        assert job.left_after(15.0) == []
+
+
+def _quiet(tmp_path):
+    return {"PYTHONWARNINGS": "ignore", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_V2_ENABLED": "1", "HOME": str(tmp_path)}
+
+
+def test_without_ray_the_error_names_the_extra():
+    code = (
+        "import sys; sys.modules['ray'] = None; import paceline\n"
+        "try: paceline.ray.launch(print, 1)\n"
+        "except paceline.ConfigError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'paceline[ray]'" in done.stdout

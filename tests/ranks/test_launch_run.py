@@ -1,0 +1,229 @@
+"""`paceline run` when all goes well: the script is `__main__` as under python, ranks meet, output is in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+
+import pytest
+
+from tests.harness.launched import launched, run_command, wait_for_files, write_script
+
+TORCH = "--preload=torch"
+
+
+def _run(command, code=0, **options):
+    with launched(command, **options) as job:
+        found = job.wait()
+        assert found == code, job.stderr
+        assert job.left_after(2.0) == []
+    return job
+
+
+def _by_rank(job):
+    lines = sorted(job.stdout.splitlines())
+    return [line.partition("] ")[2] for line in lines]
+
+
+LIKE_PYTHON = """
+    import multiprocessing, os, pickle, sys, helper
+    class Pickled: pass
+    def work(queue): queue.put(__name__)
+    if __name__ == "__main__":
+        assert pickle.loads(pickle.dumps(Pickled())).__class__ is Pickled
+        context = multiprocessing.get_context("spawn")     # imports this file again, by its path
+        queue = context.SimpleQueue()
+        child = context.Process(target=work, args=(queue,)); child.start(); child.join()
+        print(sys.argv[1:], os.path.basename(sys.argv[0]), os.path.basename(sys.path[0]), helper.WORD, queue.get())
+"""
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_a_script_runs_as_python_would_run_it(tmp_path, method):
+    folder = tmp_path / "code"
+    folder.mkdir()
+    (folder / "helper.py").write_text("WORD = 'found'\n")
+    script = write_script(folder, LIKE_PYTHON)
+    job = _run(run_command(script, "--lr", "-n", "0.1", options=(f"--start-method={method}",)), cwd=tmp_path)
+    assert _by_rank(job) == ["['--lr', '-n', '0.1'] train.py code found __mp_main__"] * 2
+
+
+def test_a_module_runs_as_python_m_would_run_it(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text("import sys\nfrom . import __name__ as n\nprint(__name__, n, sys.argv[1:])\n")
+    command = [sys.executable, "-m", "paceline", "run", "--preload=", "-n2", "-m", "package.train", "-x"]
+    assert _by_rank(_run(command, cwd=tmp_path)) == ["__main__ package ['-x']"] * 2
+
+
+def test_ranks_differ_where_processes_do_and_agree_on_their_place(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, random, numpy
+        print(*(os.environ[k] for k in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")),
+              random.random(), numpy.random.rand(), os.getpgrp() == os.getpid())
+        """,
+    )
+    found = [line.split() for line in _by_rank(_run(run_command(script, ranks=2, options=("--preload=numpy",))))]
+    assert [line[:4] for line in found] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
+    assert found[0][4] != found[1][4]
+    assert found[0][5] != found[1][5]
+    assert found[0][6] == "True"
+
+
+MEET = """
+    import sys, torch, torch.distributed as dist, paceline
+    backend = sys.argv[1]
+    if backend == "stock":
+        dist.init_process_group("gloo")
+    else:
+        paceline.init_process_group(backend)
+    value = torch.tensor([dist.get_rank() + 1.0])
+    dist.all_reduce(value)
+    print(value.item(), paceline.rank(), paceline.world_size(), paceline.local_rank(), torch.get_num_threads())
+    if backend == "stock":
+        dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo", "stock"])
+def test_ranks_meet_and_leave_without_a_word(tmp_path, backend):
+    job = _run(run_command(write_script(tmp_path, MEET), backend, options=(TORCH,)), env={"PACELINE_THREADS": "1"})
+    assert _by_rank(job) == ["3.0 0 2 0 1", "3.0 1 2 1 1"]
+    said = [] if backend == "stock" else [f"[0] paceline: 2 ranks (paceline run), {backend}, 1 thread per rank"]
+    assert job.stderr.splitlines() == said
+
+
+def test_two_jobs_at_once(tmp_path):
+    command = run_command(write_script(tmp_path, MEET), "gloo", options=(TORCH,))
+    jobs = []
+    threads = [threading.Thread(target=lambda: jobs.append(_run(command))) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for job in jobs:
+        assert [line.split()[0] for line in _by_rank(job)] == ["3.0", "3.0"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_two_hosts_meet_through_torch_s_rendezvous(tmp_path, kind):
+    """Two launchers on this machine: two ranks on one, one on the other."""
+    script = write_script(tmp_path, MEET)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    jobs = []
+
+    def node(rank, ranks):
+        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test")
+        which = (f"--node-rank={rank}",) if kind == "static" else ()
+        jobs.append(_run(run_command(script, "gloo", ranks=ranks, options=(TORCH, *place, *which))))
+
+    threads = [threading.Thread(target=node, args=pair) for pair in ((0, 2), (1, 1))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    lines = sorted((line.split() for job in jobs for line in _by_rank(job)), key=lambda line: line[1])
+    assert [line[:3] for line in lines] == [["6.0", "0", "3"], ["6.0", "1", "3"], ["6.0", "2", "3"]]
+    assert sorted(line[3] for line in lines) == ["0", "0", "1"]
+
+
+def test_much_output_of_many_ranks_is_never_torn(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys
+        for i in range(2000):
+            sys.stdout.write(f"{i}:" + "x" * 100 + "\\n")
+        """,
+    )
+    job = _run(run_command(script, ranks=3))
+    for rank in range(3):
+        lines = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
+        assert lines == [f"[{rank}] {i}:" + "x" * 100 for i in range(2000)]
+
+
+def test_quiet_ranks_and_logs(tmp_path):
+    script = write_script(tmp_path, "import os\nprint('from', os.environ['RANK'])\n")
+    job = _run(run_command(script, options=("--quiet-ranks", f"--log-dir={tmp_path / 'logs'}")))
+    assert job.stdout == "[0] from 0\n"
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "from 1\n"
+
+
+LOADER = """
+    import os, pathlib, sys, time, torch
+    class Data(torch.utils.data.Dataset):
+        def __len__(self): return 1000
+        def __getitem__(self, i):
+            time.sleep(0.01)
+            return torch.full((10,), float(i))
+    for i, batch in enumerate(torch.utils.data.DataLoader(Data(), batch_size=2, num_workers=2)):
+        if i == 1:
+            pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text(str(os.getpid()))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["launcher", "rank"])
+def test_loader_workers_end_with_their_rank(tmp_path, victim):
+    before = set(os.listdir("/dev/shm"))
+    with launched(run_command(write_script(tmp_path, LOADER), str(tmp_path), options=(TORCH,))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        pid = job.process.pid if victim == "launcher" else int((tmp_path / "up-1").read_text())
+        os.kill(pid, signal.SIGKILL)
+        assert job.wait() == (-9 if victim == "launcher" else 137)
+        assert job.left_after(10.0) == []
+    assert set(os.listdir("/dev/shm")) - before == set()
+
+
+def test_errors_in_the_group_name_the_cause_not_the_consequence(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import torch, torch.distributed as dist, paceline
+        paceline.init_process_group()
+        if paceline.rank() == 1:
+            raise RuntimeError("the loss is nan")
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    for backend in ("paceline", "gloo"):
+        job = _run(run_command(script, options=(TORCH,)), code=1, env={"PACELINE_BACKEND": backend})
+        assert "rank 1" in job.last_line
+        assert "RuntimeError: the loss is nan" in job.last_line
+
+
+def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, paceline
+        if os.environ["RANK"] == "1":
+            if sys.argv[1] == "before":
+                raise RuntimeError("too early")
+            os.environ["PACELINE_THREADS"] = "none"
+        paceline.init_process_group()
+        """,
+    )
+    for moment, message in (("before", "RuntimeError: too early"), ("in", "ConfigError: PACELINE_THREADS")):
+        job = _run(run_command(script, moment, options=(TORCH,)), code=1)
+        assert "rank 1" in job.last_line
+        assert message in job.last_line
+
+
+def test_the_image_is_shared_not_started_anew(tmp_path):
+    """torch is there before the first line of the script, and no rank has more than its own thread."""
+    script = write_script(
+        tmp_path,
+        "import os, sys\nprint('torch' in sys.modules, len(os.listdir('/proc/self/task')), os.getppid())\n",
+    )
+    lines = [line.split() for line in _by_rank(_run(run_command(script, options=(TORCH,))))]
+    assert [line[:2] for line in lines] == [["True", "1"]] * 2
+    assert lines[0][2] == lines[1][2]

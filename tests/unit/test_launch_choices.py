@@ -1,0 +1,177 @@
+"""The pure decisions of launching: cores and threads, backend, placement, output lines."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paceline.errors import ConfigError
+from paceline.launch.backend import choose_backend
+from paceline.launch.cores import cpu_quota, threads_per_rank
+from paceline.launch.environment import RankEnv
+from paceline.launch.job import exit_code_for_shell
+from paceline.launch.output import Lines, Output
+from paceline.launch.ranks import count_ranks, threads_for
+from paceline.launch.rendezvous import place_from
+from paceline.shm import NativeStatus
+
+WORKS, MISSING = NativeStatus(True), NativeStatus(False, "cc: not found")
+
+
+@pytest.mark.parametrize(
+    ("requested", "environ", "native", "accelerator", "expected"),
+    [
+        (None, {}, WORKS, None, "paceline"),
+        (None, {}, WORKS, ("cuda", "nccl"), "cpu:paceline,cuda:nccl"),
+        (None, {}, WORKS, ("xpu", "xccl"), "cpu:paceline,xpu:xccl"),
+        (None, {}, MISSING, None, "gloo"),
+        (None, {}, MISSING, ("cuda", "nccl"), "cpu:gloo,cuda:nccl"),
+        (None, {"PACELINE_BACKEND": "gloo"}, WORKS, None, "gloo"),
+        (None, {"PACELINE_BACKEND": "gloo"}, WORKS, ("cuda", "nccl"), "cpu:gloo,cuda:nccl"),
+        ("nccl", {"PACELINE_BACKEND": "gloo"}, WORKS, ("cuda", "nccl"), "nccl"),
+    ],
+)
+def test_the_backend(requested, environ, native, accelerator, expected):
+    assert choose_backend(requested, environ, native, accelerator).backend == expected
+
+
+def test_falling_back_to_gloo_says_why():
+    assert "cc: not found" in choose_backend(None, {}, MISSING, None).note
+
+
+def test_asking_for_the_missing_core_is_an_error():
+    with pytest.raises(ConfigError, match="cc: not found"):
+        choose_backend(None, {"PACELINE_BACKEND": "paceline"}, MISSING, None)
+
+
+@pytest.mark.parametrize(
+    ("mine", "others", "quota", "threads"),
+    [
+        (range(8), [range(8)], None, 4),
+        (range(8), [range(8)] * 2, None, 2),
+        (range(2), [range(2)] * 3, None, 1),
+        ([0, 1], [[2, 3]], None, 2),  # bound to cores of their own, by mpirun or srun
+        (range(64), [range(64)], 8.0, 4),
+        (range(4), [], None, 4),
+    ],
+)
+def test_threads_follow_from_the_cores_ranks_share(mine, others, quota, threads):
+    assert threads_per_rank(mine, others, quota) == threads
+
+
+@given(st.integers(1, 64), st.integers(1, 16))
+def test_ranks_never_get_more_threads_than_there_are_cores(cores, ranks):
+    threads = threads_per_rank(range(cores), [range(cores)] * (ranks - 1))
+    assert threads >= 1
+    assert threads * ranks <= max(cores, ranks)
+
+
+@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)])
+def test_the_quota_of_a_container(tmp_path, text, quota):
+    (tmp_path / "cpu.max").write_text(text)
+    assert cpu_quota(tmp_path) == quota
+
+
+def test_local_ranks_are_found_by_comparing_hosts():
+    """Two hosts, ranks dealt out in turn, and nobody set LOCAL_RANK."""
+    about = [{"host": "ab"[rank % 2], "cores": [0, 1, 2, 3]} for rank in range(4)]
+    places = [place_from(RankEnv("Kubernetes", rank, 4), about, None) for rank in range(4)]
+    assert [place.local_rank for place in places] == [0, 0, 1, 1]
+    assert {(place.local_world_size, place.hosts, place.threads) for place in places} == {(2, 2, 2)}
+
+
+@pytest.mark.parametrize("wish", ["0", "-1", "many", "1.5"])
+def test_a_senseless_number_of_ranks(wish):
+    with pytest.raises(ConfigError, match="number of ranks"):
+        count_ranks(wish)
+
+
+def test_threads_the_user_set_are_kept():
+    assert threads_for(2, {"OMP_NUM_THREADS": "7"}) == 7
+    assert threads_for(2, {"PACELINE_THREADS": "3", "OMP_NUM_THREADS": "7"}) == 3
+    with pytest.raises(ConfigError, match="OMP_NUM_THREADS"):
+        threads_for(2, {"OMP_NUM_THREADS": "all"})
+
+
+def test_exit_codes_are_those_of_a_shell():
+    assert [exit_code_for_shell(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
+
+
+# -- output --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line and b"\r" not in line)), st.data())
+def test_lines_are_the_same_however_the_bytes_are_cut(lines, data):
+    text = b"".join(line + b"\n" for line in lines) + b"rest"
+    cutter, found = Lines(), []
+    while text:
+        size = data.draw(st.integers(1, len(text)))
+        found += cutter.feed(text[:size])
+        text = text[size:]
+    assert found + cutter.end() == [*lines, b"rest"]
+
+
+def test_a_progress_bar_shows_its_last_state():
+    lines = Lines()
+    assert lines.feed(b"\r10%\r20") == []
+    assert lines.feed(b"%\r100%\nnext\r\n") == [b"100%", b"next"]
+    assert len(lines.end()) == 0
+
+
+def test_a_bar_that_never_ends_its_line_needs_no_memory():
+    lines = Lines()
+    for _ in range(1000):
+        lines.feed(b"\r" + b"x" * 1000)
+    assert len(lines.end()[0]) == 1000
+
+
+def test_every_line_carries_its_rank_and_no_line_is_torn():
+    written = []
+    output = Output(12, lambda stream, data: written.append((stream, data)))
+    output.feed(3, 1, b"one\ntw")
+    output.feed(11, 2, b"other\n")
+    output.feed(3, 1, b"o\n")
+    output.end(3)
+    assert written == [(1, b"[ 3] one\n"), (2, b"[11] other\n"), (1, b"[ 3] two\n")]
+    assert list(output.tails[11]) == ["other"]
+
+
+def test_quiet_ranks_still_go_to_their_logs(tmp_path):
+    written = []
+    output = Output(2, lambda stream, data: written.append(data), shown=frozenset({0}), log_dir=tmp_path / "logs")
+    for rank in (0, 1):
+        output.feed(rank, 1, b"line\n")
+    output.tell(1, "it failed\n")
+    output.close()
+    assert written == [b"[0] line\n", b"[1] it failed\n"]
+    assert (tmp_path / "logs" / "rank-1.log").read_text() == "line\nit failed\n"
+
+
+# -- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to run"),
+        (["missing.py"], "there is no file 'missing.py'"),
+        (["-n", "0", __file__], "number of ranks"),
+        (["--nnodes", "2", "-n", "1", __file__], "--rdzv-endpoint"),
+        (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1", __file__], "from 0 to 1"),
+    ],
+)
+def test_mistakes_on_the_command_line(arguments, message, capsys):
+    from paceline.cli import main
+
+    assert main(["run", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["paceline.cli.run", "paceline.cli.doctor", "paceline.launch.supervisor"])
+def test_the_launcher_itself_imports_no_torch(command):
+    code = f"import {command}, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
