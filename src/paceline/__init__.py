@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
-<<<<<<< HEAD
+    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
     from paceline.dp import DataParallel
-=======
     from paceline.launch.group import (
         destroy_process_group,
         init_process_group,
@@ -42,8 +41,6 @@ if TYPE_CHECKING:
     )
     from paceline.launch.save_request import SaveRequest, save_requested
     from paceline.launch.spawn import spawn
-    from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
->>>>>>> sim
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {

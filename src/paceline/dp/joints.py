@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Join", "Parameters", "RemoteCall", "Share"]
+__all__ = ["Join", "Parameters", "RemoteCall", "Share", "refuse_create_graph"]
 
 Gradients = Sequence[torch.Tensor | None]
 
@@ -55,7 +55,7 @@ class Parameters(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _refuse_create_graph()
+        refuse_create_graph()
         return (None, *ctx.call.parameter_gradients(gradients[:-1], ctx.needs_input_grad[1:]))
 
 
@@ -70,7 +70,7 @@ class Share(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _refuse_create_graph()
+        refuse_create_graph()
         return None, None, ctx.call.input_gradient(ctx.index, gradients[0])
 
 
@@ -89,11 +89,12 @@ class Join(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
-        _refuse_create_graph()
+        refuse_create_graph()
         return (None, torch.zeros(0), *ctx.call.start_backward(gradients))  # type: ignore[attr-defined]  # set in forward
 
 
-def _refuse_create_graph() -> None:
+def refuse_create_graph() -> None:
+    """Raise if this backward was asked for a graph of itself."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "DataParallel cannot be differentiated twice: create_graph=True needs the graphs of all replicas in this "

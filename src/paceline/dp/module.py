@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from types import TracebackType
@@ -12,6 +13,7 @@ from torch import nn
 
 from paceline.dp.processes import ProcessExecutor
 from paceline.dp.split import Splitter
+from paceline.dp.threads import ThreadExecutor
 from paceline.errors import ConfigError
 from paceline.shm import native_status
 
@@ -19,6 +21,17 @@ __all__ = ["DataParallel"]
 
 _SCALARS = ("mean", "sum", "stack")
 _EXECUTORS = (None, "processes", "threads")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    device_ids: Sequence[int | torch.device] | None
+    workers: int | str | None
+    threads: int
+    executor: str | None
+    split: dict[type, Splitter]
+    scalars: str
+    timeout: float
 
 
 class DataParallel(nn.Module):
@@ -54,12 +67,11 @@ class DataParallel(nn.Module):
         self.module = module
         self.dim = dim
         self.device_ids: list[int] = []
-        self.output_device: Any = output_device
+        self.output_device: Any = None
+        self._output_device = output_device
         self._is_closed = False
-        self._options = dict(
-            workers=workers, threads=threads, split=dict(split or {}), scalars=scalars, timeout=timeout
-        )
-        self._executor: ProcessExecutor | None = self._make_executor()
+        self._options = _Options(device_ids, workers, threads, executor, dict(split or {}), scalars, timeout)
+        self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
 
     # --- running ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -70,26 +82,38 @@ class DataParallel(nn.Module):
             return self.module(*inputs, **kwargs)
         return self._executor.run(inputs, kwargs)
 
-    def _make_executor(self) -> ProcessExecutor | None:
+    def _make_executor(self) -> ProcessExecutor | ThreadExecutor | None:
         options = self._options
-        threads: int = options["threads"]  # type: ignore[assignment]  # checked above
+        devices = self._devices()
+        if devices:
+            self.device_ids = [device.index for device in devices]
+            output = devices[0] if self._output_device is None else _device(self._output_device)
+            self.output_device = output.index if output.type != "cpu" else output
+            return ThreadExecutor(self.module, devices, output, self.dim, options.scalars, options.split)
         cores = len(os.sched_getaffinity(0))
-        workers = options["workers"]
-        count = max(1, cores // threads) if workers is None else int(workers)  # type: ignore[call-overload]  # likewise
+        asked = None if options.workers == "auto" else options.workers
+        count = max(1, cores // options.threads) if asked is None else int(asked)
         if count == 1:
             return None
         status = native_status()
         if not status.available:
             raise ConfigError(f"DataParallel on the CPU needs the native core: {status.reason}")
         return ProcessExecutor(
-            self.module,
-            count,
-            threads,
-            self.dim,
-            options["scalars"],  # type: ignore[arg-type]  # likewise
-            options["split"],  # type: ignore[arg-type]  # likewise
-            options["timeout"],  # type: ignore[arg-type]  # likewise
+            self.module, count, options.threads, self.dim, options.scalars, options.split, options.timeout
         )
+
+    def _devices(self) -> list[torch.device]:
+        """The accelerators to run on; none for the CPU."""
+        options = self._options
+        if options.executor == "processes" or not torch.accelerator.is_available():
+            if options.executor == "threads":
+                raise ConfigError("executor='threads' is for accelerators, and this machine shows none")
+            return []
+        first = next(self.module.parameters(), None)
+        if options.device_ids is None and options.executor is None and first is not None and first.device.type == "cpu":
+            return []  # the module lives on the CPU, whatever else the machine has
+        ids: Sequence[int | torch.device] = options.device_ids or range(torch.accelerator.device_count())
+        return [_device(each) for each in ids]
 
     @property
     def workers(self) -> int:
@@ -144,6 +168,14 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._executor = self._make_executor()
+
+
+def _device(given: int | torch.device) -> torch.device:
+    if isinstance(given, int):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, given)
+    return torch.device(given)
 
 
 def _check_arguments(workers: Any, threads: int, executor: str | None, scalars: str, dim: int) -> None:

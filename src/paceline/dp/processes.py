@@ -258,7 +258,7 @@ class _Call:
         tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
         if grad and any(joint.requires_grad for joint in self._joints):
             self._keep_graphs()
-            joined: Sequence[torch.Tensor] = Join.apply(self, anchor, *tensors)
+            joined: Sequence[torch.Tensor] = Join.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
         else:
             joined = self.join_outputs(tensors)
         self._outputs = []
@@ -308,12 +308,14 @@ class _Call:
     def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
         split, team = self._split, self._team
         shares = [
-            Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)
+            Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)  # type: ignore[no-untyped-call]  # torch's
             for index, leaf in enumerate(split.leaves)
         ]
         args, kwargs = unflatten(split.spec, shares)
         slots = [slot for slot in team.parameters.slots if slot.parameter.requires_grad] if grad else []
-        stand_ins: Sequence[Any] = Parameters.apply(self, *(slot.parameter for slot in slots)) if grad else (None,)
+        stand_ins: Sequence[Any] = (None,)
+        if grad:
+            stand_ins = Parameters.apply(self, *(slot.parameter for slot in slots))  # type: ignore[no-untyped-call]  # torch's
         with substituted(slots, stand_ins[:-1]):
             outputs = team.module(*args, **kwargs)
         team.watch.absorb()
