@@ -334,7 +334,8 @@ def _run(
             modes.enter(stack)
         stack.enter_context(stream)
         if seed is not None:
-            torch.get_device_module(stream.device).manual_seed(seed)
+            state = torch.Generator(device=stream.device).manual_seed(seed).get_state()
+            torch.get_device_module(stream.device).set_rng_state(state, stream.device)
         return module(*args, **kwargs)
 
 
