@@ -183,6 +183,12 @@ PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
 /* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
 
+/* --- flags: words in shared memory that one process raises and another waits for; no communicator needed ---------- */
+PLC_API uint64_t plc_flag_bytes(void); /* memory of a flag, aligned to as much, zero at first */
+PLC_API void plc_flag_raise(void *flag); /* adds one */
+/* Wait until the flag was raised `target` times (modulo 2^32). PLC_PEER_LOST if the process behind pidfd ended first,
+ * PLC_PENDING after timeout_ns: wait again. */
+PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_ns, int64_t timeout_ns);
 /* Notes: a few numbers that ride along. A rank writes its note, then counts itself in; whoever sees a bucket complete
  * sees the notes all ranks wrote before it. Every rank writes the same sequence of notes. Returns the note's number. */
 #define PLC_NOTE_NUMBERS 8
