@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pathlib
 import sys
 import time
 
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.observe import Progress
+from paceline.observe import Progress, write_report
 
 TEST_IMAGES = 360
 
@@ -112,6 +113,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--trace", type=pathlib.Path, default=pathlib.Path("build/digits"), help="for the timeline")
     parser.add_argument("--no-compare", action="store_true", help="do not measure one process for comparison")
     return parser.parse_args()
 
@@ -130,8 +132,9 @@ def main() -> None:
             report(found, int(os.environ.get("WORLD_SIZE", "1")))
         return
     terminal = os.ttyname(1) if sys.stdout.isatty() else None
-    results = paceline.spawn(train, (options, terminal), options.ranks)
+    results = paceline.spawn(train, (options, terminal), options.ranks, env={"PACELINE_TRACE": str(options.trace)})
     report(results[0], len(results))
+    print(f"timeline        {write_report(options.trace)}: open it in a browser")
     if not options.no_compare:
         for threads in sorted({1, len(os.sched_getaffinity(0))}):
             (speed,) = paceline.spawn(alone, (options, threads), 1)

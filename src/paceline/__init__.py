@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     )
     from paceline.launch.save_request import SaveRequest, save_requested
     from paceline.launch.spawn import spawn
+    from paceline.observe.session import trace
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
@@ -66,6 +67,7 @@ _LAZY: dict[str, str] = {
     "SyncBatchNorm": "paceline.ddp",
     "replicate": "paceline.ddp",
     "replica_of": "paceline.ddp",
+    "trace": "paceline.observe.session",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"ray"}
@@ -104,6 +106,7 @@ __all__ = [
     "save_requested",
     "save",
     "load",
+    "trace",
     "ray",
 ]
 

@@ -22,6 +22,8 @@ from typing import Any
 
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.launch.agreement import exchange
+from paceline.observe.recorder import group_number, recorder
+from paceline.observe.status import Phase, Place
 
 __all__ = ["save", "load"]
 
@@ -52,7 +54,8 @@ def save(path: str | os.PathLike[str], *, timeout: datetime.timedelta | None = N
     error = ""
     if ranks.rank == 0:
         try:
-            _write(pathlib.Path(path), {name: _state_of(name, value) for name, value in state.items()})
+            with recorder.during(Phase.SAVE):
+                _write(pathlib.Path(path), {name: _state_of(name, value) for name, value in state.items()})
         except Exception as caught:
             if ranks.world_size == 1:
                 raise
@@ -232,17 +235,19 @@ class _Ranks:
     def _exchange(self, moment: str, value: str) -> list[str]:
         if self._store is None:
             return [value]
-        values = exchange(
-            self._store,
-            f"{self._call}/{moment}",
-            self.rank,
-            self.world_size,
-            value,
-            timeout_s=self._timeout_s,
-            complain=lambda missing: (
-                f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did not "
-                "come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
-            ),
-        )
+        place = Place(self._name, number=group_number(f"{self._call}/{moment}")).packed()
+        with recorder.during(Phase.SAVE), recorder.waiting(place, 1):
+            values = exchange(
+                self._store,
+                f"{self._call}/{moment}",
+                self.rank,
+                self.world_size,
+                value,
+                timeout_s=self._timeout_s,
+                complain=lambda missing: (
+                    f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did "
+                    "not come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
+                ),
+            )
         assert values is not None, "this exchange is never called off"
         return values

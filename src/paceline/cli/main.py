@@ -15,6 +15,8 @@ __all__ = ["main"]
 # name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
 _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
+    "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
+    "report": ("paceline.cli.report", "make a page of a recorded timeline"),
     "bench": ("paceline.cli.bench", "measure Paceline next to stock PyTorch on this machine"),
     "doctor": ("paceline.cli.doctor", "show what this machine and installation offer, and whether they work"),
 }

@@ -18,6 +18,9 @@ from paceline.launch.processes import adopt_orphans
 from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
+from paceline.observe.session import RUN_ID, TRACE
+from paceline.observe.status import SCRIPT
+from paceline.observe.watch import STALL_AFTER, stall_after_s
 
 __all__ = ["add_arguments", "run"]
 
@@ -41,6 +44,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
         help="time ranks get to end after Ctrl-C or SIGTERM before they are killed (default: 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--stall-after", metavar="SECONDS",
+        help="say who holds the job up when a rank waits this long; 0: never (default: PACELINE_STALL_AFTER, else 30)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--trace", type=pathlib.Path, metavar="DIR",
+        help="record a timeline of every rank in DIR; `paceline report DIR` shows it",
     )  # fmt: skip
     parser.add_argument(
         "--start-method", choices=("fork", "spawn"), default="fork",
@@ -86,9 +97,21 @@ def run(options: argparse.Namespace) -> int:
     screen.on_broken_pipe = lambda: supervisor.ask_to_stop(signal.SIGPIPE)
     _pass_signals_to(supervisor)
     ending = supervisor.run()
+    if options.trace is not None:
+        _write_timeline(options.trace, screen)
     code = _tell(ending, plan, output, screen)
     output.close()
     return code
+
+
+def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
+    """Also after a failure: then it shows what led there."""
+    from paceline.observe.report import write_report
+
+    try:
+        screen.say(f"timeline: {write_report(directory)}")
+    except ConfigError as error:
+        screen.say(f"no timeline: {error}")
 
 
 def _open_closed_streams() -> None:
@@ -126,10 +149,15 @@ def _plan(options: argparse.Namespace) -> Plan:
         meeting=_meeting(options),
         start_method=options.start_method,
         preload=tuple(name for name in options.preload.split(",") if name),
-        environ={"PACELINE_RUN_ID": uuid.uuid4().hex},
+        environ={RUN_ID: uuid.uuid4().hex, SCRIPT: os.path.basename(target), **_trace_directory(options)},
+        stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
         grace_s=options.grace,
         owns_process=True,
     )
+
+
+def _trace_directory(options: argparse.Namespace) -> dict[str, str]:
+    return {} if options.trace is None else {TRACE: str(options.trace.resolve())}
 
 
 def _path_without_ours() -> list[str]:

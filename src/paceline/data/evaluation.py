@@ -13,6 +13,8 @@ from paceline.data.exact_sum import ExactSum
 from paceline.data.loader import DataLoader
 from paceline.data.split import find_rank, share_of
 from paceline.errors import ConfigError, MismatchError
+from paceline.observe.recorder import recorder
+from paceline.observe.status import Phase
 
 __all__ = ["Evaluation", "EvaluationPart", "EvaluationResult"]
 
@@ -126,12 +128,14 @@ class Evaluation:
     def __iter__(self) -> Iterator[Any]:
         """This rank's batches, from the start; what was added before is forgotten."""
         self._reset()
+        recorder.phase(Phase.EVALUATION)
         for rows, batch in zip(self._batches, self._loader, strict=True):
             self._current = rows
             self._named.clear()
             yield batch
             self._visited = rows.stop - self.start
         self._current = range(0)
+        recorder.phase(Phase.OTHER)
 
     def add(self, **values: torch.Tensor) -> None:
         """Add values of the current batch, by name: tensors with one row for each sample.
@@ -172,7 +176,8 @@ class Evaluation:
                 )
             return self.merge([part])
         parts: list[Any] = [None] * self.world_size
-        dist.all_gather_object(parts, part, group=self._group)
+        with recorder.during(Phase.EVALUATION):
+            dist.all_gather_object(parts, part, group=self._group)
         return self.merge(parts)
 
     def part(self) -> EvaluationPart:

@@ -17,6 +17,8 @@ from paceline.data.sharded import ShardedIterable
 from paceline.data.split import Share
 from paceline.data.transfer import find_device, is_accelerator, on_device
 from paceline.errors import ConfigError
+from paceline.observe.recorder import recorder
+from paceline.observe.status import Phase
 
 __all__ = ["DataLoader", "LearnsOfTheEnd"]
 
@@ -159,7 +161,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
     def _pass(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         progress = self._plan.progress
-        received = batches if self.device is None else on_device(batches, self.device)
+        received = _noted(batches if self.device is None else on_device(batches, self.device))
         for number, batch in enumerate(received, start=first):
             progress.consumed(epoch, number + 1)
             yield batch
@@ -225,6 +227,21 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a dataset and a batch_size "
             "only, or a paceline.GlobalBatchSampler as batch_sampler"
         )
+
+
+def _noted(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; the time each takes to come is the loader's on the status page."""
+    while True:
+        before = recorder.current
+        recorder.moved_on()
+        recorder.phase(Phase.LOADER)
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        finally:
+            recorder.phase(before)
+        yield batch
 
 
 def _check_model(model: LearnsOfTheEnd | None) -> LearnsOfTheEnd | None:

@@ -33,6 +33,8 @@ from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.transport import GroupTransport, Transport
 from paceline.errors import ConfigError
 from paceline.groups import PacelineGroup
+from paceline.observe.recorder import recorder
+from paceline.observe.status import Phase, Word
 
 __all__ = ["DistributedDataParallel"]
 
@@ -40,6 +42,7 @@ _logger = logging.getLogger("paceline")
 
 _Average = Literal["samples", "ranks"]
 _CHECK_REPLICAS_EVERY = 200
+_FORWARD, _FORWARDS = int(Phase.FORWARD), int(Word.FORWARDS)
 
 
 class DistributedDataParallel(torch.nn.Module, Joinable):
@@ -330,6 +333,15 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self._forward(inputs, kwargs)
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = recorder.current
+        recorder.moved_on()
+        recorder.phase(_FORWARD)
+        try:
+            return self._forward_in_phase(inputs, kwargs)
+        finally:
+            recorder.phase(before)
+
+    def _forward_in_phase(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs, kwargs = self._before_forward(inputs, kwargs)
         previous, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
         try:
@@ -382,6 +394,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             self._run_buffer_hook(self._buffer_hook)
         sync = self.require_backward_grad_sync
         if torch.is_grad_enabled():
+            recorder.count(_FORWARDS)
             self.require_forward_param_sync = sync
             if self._transport is not None or not sync or self.reducer.accumulating:
                 self.reducer.watch(tensors_in(output), self._count, sync)

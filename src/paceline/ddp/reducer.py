@@ -32,6 +32,8 @@ from paceline.ddp.samples import SampleWindow, weight_of
 from paceline.ddp.signals import Call, Signal, common_call
 from paceline.ddp.transport import Transport
 from paceline.errors import PacelineError, StepError
+from paceline.observe.recorder import group_number, recorder
+from paceline.observe.status import Phase, Place, Word
 
 __all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
 
@@ -40,6 +42,10 @@ _TAKE_AT_ONCE_BYTES = 256 * 1024
 
 
 _completions = itertools.count(1)
+_reducers = itertools.count()  # made in the same order on every rank
+_NAMES_SHOWN = 4
+_BACKWARD, _OTHER = int(Phase.BACKWARD), int(Phase.OTHER)
+_BACKWARDS, _SYNCS = int(Word.BACKWARDS), int(Word.SYNCS)
 
 
 class _Mode(enum.Enum):
@@ -161,6 +167,10 @@ class Reducer:
         self._new_plan: BucketPlan | None = None
         self._trouble: str | None = None
         self._lock = threading.RLock()  # modules on several devices run hooks from several threads
+        self.number = next(_reducers)
+        self.places: list[Place] = []  # what a rank that waits for a bucket says it waits for
+        self._filling_since = 0
+        self._launched: list[tuple[int, int]] = []  # (bucket, when)
         if transport is not None:
             specs = self._specs()
             start = limits if bucketed_from_start else BucketLimits((UNLIMITED,))
@@ -187,7 +197,19 @@ class Reducer:
                 dtype = self.bucket_dtype if parameters[0].is_floating_point() else None
                 self.buckets.append(DenseBucket(index, members, parameters, self.transport.allocate, dtype))
         self.plan = plan
+        self._name_buckets()
         self._install_hooks()
+
+    def _name_buckets(self) -> None:
+        assert self.transport is not None
+        names = [_listed([self.managed[i].name for i in bucket.members]) for bucket in self.buckets]
+        number, members = group_number(f"{self.label} {self.number}"), self.transport.members
+        self.places = [Place("all_reduce", self.label, number, members, one).packed() for one in names]
+        self.transport.places = self.places
+        forward = f"{self.label}'s meeting before forward"
+        self._before_forward = Place(forward, "", group_number(forward), members).packed()
+        sizes = [sum(one.numel() * one.element_size() for one in bucket.parameters) for bucket in self.buckets]
+        recorder.buckets_planned(self.number, names, sizes)
 
     def _install_hooks(self) -> None:
         for bucket in self.buckets:
@@ -297,6 +319,10 @@ class Reducer:
         self._begun = self._counted = False
         self._used_count = 0
         self._trouble = None
+        recorder.count(_BACKWARDS)
+        recorder.phase(_BACKWARD)
+        self._filling_since = time.monotonic_ns()
+        self._launched.clear()
         others = [other for other in self._passes if other is not one and not other.spent]
         # Nothing to overlap with one bucket; with several forwards outstanding, how many samples this backward
         # covers is known at its end only; and the first step is the one that shows how gradients arrive.
@@ -389,7 +415,15 @@ class Reducer:
         signal = Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused())
         self.transport.begin(signal, alone=len(self.buckets) == 1)
         if self.transport.asks_first:
-            self._check(self.transport.began())
+            self._enter_wait(at_end=False)
+            try:
+                self._check(self.transport.began())
+            finally:
+                recorder.leave()
+
+    def _enter_wait(self, *, at_end: bool) -> None:
+        """This rank has come to a point of the step where it waits for the others."""
+        recorder.enter(self.places[0], 2 * self.steps + at_end, 0)
 
     def _close(self) -> None:
         """With one bucket everything was known at its beginning; with several, this is the last word."""
@@ -425,6 +459,22 @@ class Reducer:
             if self._skip_unused and not used:
                 return
             self._launch(bucket)
+            self._note_launch(bucket)
+
+    def _note_launch(self, bucket: Bucket) -> None:
+        if recorder.trace is not None:
+            now = time.monotonic_ns()
+            recorder.bucket_filled(bucket.index, self.number, self._filling_since, now)
+            self._filling_since = now
+            self._launched.append((bucket.index, now))
+
+    def _note_averages(self) -> None:
+        if recorder.trace is not None and self._launched:
+            now = time.monotonic_ns()
+            done = self.transport.averaged_at if self.transport is not None else {}
+            for index, since in self._launched:
+                recorder.bucket_averaged(index, self.number, since, done.get(index, now))
+            self._launched.clear()
 
     def _name_non_finite(self, bucket: Bucket) -> None:
         names = [self.managed[index].name for index in bucket.members]
@@ -468,6 +518,7 @@ class Reducer:
                 self.last_sync_seconds = time.perf_counter() - start
         finally:
             self._go_idle()
+            recorder.phase(_OTHER)
 
     def _weigh_alone(self) -> None:
         """One rank: only micro-batches of different sizes change anything."""
@@ -487,6 +538,16 @@ class Reducer:
 
     def _finish(self) -> None:
         """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks without data."""
+        self._enter_wait(at_end=True)
+        try:
+            signals = self._wait_for_all()
+        finally:
+            recorder.leave()
+        self._note_averages()
+        recorder.count(_SYNCS)
+        self._give_out(signals)
+
+    def _wait_for_all(self) -> list[Signal]:
         assert self.transport is not None
         if self.hook is not None:
             self.hook.finish()
@@ -497,6 +558,9 @@ class Reducer:
             self._check(self.transport.began())
         signals = self.transport.finish()
         self._check(signals)
+        return signals
+
+    def _give_out(self, signals: Sequence[Signal]) -> None:
         used = self._agree_on_used(any(signal.unused for signal in signals))
         for action in self.before_scatter:
             action()
@@ -563,7 +627,11 @@ class Reducer:
         assert self.transport is not None
         self.follow_plan()
         self.transport.begin(Signal(Call.ANSWER))
-        signals = self.transport.began()
+        self._enter_wait(at_end=not self.transport.asks_first)
+        try:
+            signals = self.transport.began()
+        finally:
+            recorder.leave()
         self._check(signals)
         call = common_call(signals, self.label)
         if call is Call.FORWARD and any(signal.buffers for signal in signals):
@@ -664,8 +732,9 @@ class Reducer:
     def meet(self, signal: Signal) -> list[Signal]:
         """Exchange signals outside backward. Raises if a peer has failed."""
         assert self.transport is not None
-        signals = self.transport.exchange(signal)
-        self._check(signals)
+        with recorder.waiting(self._before_forward, self.steps):
+            signals = self.transport.exchange(signal)
+            self._check(signals)
         return signals
 
     def use_bucket_dtype(self, dtype: torch.dtype | None) -> None:
@@ -693,6 +762,11 @@ class Reducer:
                 action(totals)
 
     on_unequal_counts: tuple[Callable[[list[float]], None], ...] = ()
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMES_SHOWN])
+    return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:

@@ -6,6 +6,7 @@ The weights of the average are read from the signals by the rank that does the s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,7 @@ from paceline.ddp.signals import Call, Signal
 from paceline.ddp.transport import Transport
 from paceline.groups import PacelineGroup
 from paceline.groups.engine import HostEngine, core_dtype
+from paceline.observe.recorder import recorder
 from paceline.shm import BucketArena
 
 __all__ = ["SharedTransport"]
@@ -49,7 +51,7 @@ class SharedTransport(Transport):
         self._own = Signal(Call.ANSWER)
         self._own_row: list[float] = []
         self._note = self._last = 0
-        self._in_flight: list[int] = []
+        self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
 
     @classmethod
     def serves(cls, group: dist.ProcessGroup, managed: Sequence[Managed]) -> bool:
@@ -98,7 +100,7 @@ class SharedTransport(Transport):
         if number is None:
             number = self._define(bucket)
         self._arena.ready(number)
-        self._in_flight.append(number)
+        self._in_flight.append((bucket.index, number))
 
     def _define(self, bucket: Bucket) -> int:
         assert isinstance(bucket, DenseBucket)
@@ -114,8 +116,10 @@ class SharedTransport(Transport):
 
     def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
-        for number in in_flight:
+        for index, number in in_flight:
+            recorder.at_bucket(self.places[index], index)
             self._arena.finish(number)
+            self.averaged_at[index] = time.monotonic_ns()
         return self.began() if self._last == self._note else self._read(self._last)
 
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:

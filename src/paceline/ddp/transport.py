@@ -9,6 +9,7 @@ exchange(signal) a signal alone
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed as dist
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.samples import weight_of
 from paceline.ddp.signals import Signal
+from paceline.observe.recorder import recorder
+from paceline.observe.status import Place
 
 __all__ = ["GroupTransport", "Transport"]
 
@@ -31,6 +34,9 @@ class Transport(abc.ABC):
         self.world: int = dist.get_world_size(group)
         self.by_samples = True
         self.divide_by_world = False  # torch's rule for ranks without data, see samples.weight_of
+        self.members: tuple[int, ...] = _members(group)
+        self.places: list[Place] = []  # of the buckets, for the status page
+        self.averaged_at: dict[int, int] = {}  # bucket -> when, in the last step
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
         """Memory for a bucket, as bytes; None if there is no more than it has already."""
@@ -130,8 +136,10 @@ class GroupTransport(Transport):
     def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
         for work, bucket in in_flight:
+            recorder.at_bucket(self.places[bucket.index], bucket.index)
             work.wait()
             bucket.received()
+            self.averaged_at[bucket.index] = time.monotonic_ns()
         closing, self._closing = self._closing, None
         if closing is None:
             return self.began()
@@ -150,6 +158,13 @@ class GroupTransport(Transport):
         table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
         table = table.to(self._device)
         return table, self.group.allreduce([table])
+
+
+def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
+    """The ranks of a group that has not all of them."""
+    if group.size() == dist.get_world_size():
+        return ()
+    return tuple(dist.get_process_group_ranks(group))
 
 
 def _read(table: torch.Tensor) -> list[Signal]:

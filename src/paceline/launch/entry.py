@@ -16,6 +16,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from paceline.launch.job import Function, Report, Script
+from paceline.observe import session
 
 __all__ = ["Role", "run", "main", "send_frame", "receive_frame"]
 
@@ -45,6 +46,7 @@ def run(go_fd: int, report_fd: int) -> int:
         return 1  # the launcher is gone
     os.environ.update(role.variables)
     _be_a_process_of_its_own(role.variables)
+    session.begin(int(role.variables["RANK"]), int(role.variables["WORLD_SIZE"]))
     if isinstance(role.work, Function):
         return _call(role.work, report_fd)
     return _run_script(role.work, report_fd)

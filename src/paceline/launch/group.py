@@ -8,6 +8,7 @@ import datetime
 import os
 import sys
 import time
+import uuid
 from typing import TYPE_CHECKING, Any
 
 from paceline.errors import ConfigError
@@ -16,6 +17,7 @@ from paceline.launch.agreement import wait_for_key
 from paceline.launch.backend import Choice, accelerator_backend, choose_backend
 from paceline.launch.environment import RankEnv, find_rank_env
 from paceline.launch.rendezvous import Placement, open_store, place
+from paceline.observe import session
 from paceline.shm import native_status
 
 if TYPE_CHECKING:
@@ -82,6 +84,7 @@ def init_process_group(
         options["timeout"] = timeout
     if init_method is not None or store is not None:
         dist.init_process_group(choice.backend, init_method, world_size=world_size, rank=rank, store=store, **options)
+        _be_observed(None, timeout)
         atexit.register(_leave_quietly)
         return
 
@@ -94,9 +97,24 @@ def init_process_group(
     _use_device(place_here)
     dist.init_process_group(choice.backend, store=group_store, rank=env.rank, world_size=env.world_size, **options)
     _Joined.placement, _Joined.store, _Joined.serves_store = place_here, group_store, meeting.served_here
+    _be_observed(place_here.local_rank, timeout)
     atexit.register(_leave_quietly)
     if env.rank == 0 and not quiet and os.environ.get("PACELINE_QUIET") != "1":
         sys.stderr.write(_summary(place_here, choice) + "\n")
+
+
+def _be_observed(local_rank: int | None, timeout: datetime.timedelta | None) -> None:
+    """Show what this rank does. The job's name is the launcher's, or one that the ranks agree on in their store."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    job = os.environ.get(session.RUN_ID)
+    if job is None:
+        key, name = "paceline/job", uuid.uuid4().hex
+        job = _get_default_store().compare_set(key, "", name).decode() if world > 1 else name
+    limit = timeout or default_pg_timeout
+    session.joined(rank, world, rank if local_rank is None else local_rank, job=job, timeout_s=limit.total_seconds())
 
 
 def _given(env: RankEnv, world_size: int, rank: int) -> RankEnv:
@@ -171,6 +189,7 @@ def destroy_process_group(group: Any = None) -> None:
     import torch.distributed as dist
 
     if group is None:
+        session.end()
         save_request.stop_listening()
         atexit.unregister(_leave_quietly)
         _let_the_others_leave()

@@ -80,6 +80,10 @@ class Output:
         if self._logs:
             _write_all(self._logs[rank], text.encode(errors="replace"))
 
+    def tell_all(self, text: str) -> None:
+        """Lines of the launcher's own about the whole job."""
+        self._write(2, f"{text}\n".encode(errors="replace"))
+
     def close(self) -> None:
         for log in self._logs:
             os.close(log)

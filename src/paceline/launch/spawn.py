@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,9 @@ from paceline.launch.output import Output
 from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
 from paceline.launch.zygote import PRELOAD
+from paceline.observe import session
+from paceline.observe.status import SCRIPT, script_name
+from paceline.observe.watch import STALL_AFTER, stall_after_s
 
 __all__ = ["spawn"]
 
@@ -51,8 +55,14 @@ def spawn(
         launcher="paceline.spawn",
         path=tuple(sys.path),
         preload=tuple(preload),
-        environ={**(env or {}), "PACELINE_SPAWNED": "1"},
+        environ={
+            session.RUN_ID: uuid.uuid4().hex,
+            SCRIPT: script_name(),
+            **(env or {}),
+            "PACELINE_SPAWNED": "1",
+        },
         grace_s=5.0,
+        stall_after_s=stall_after_s((env or {}).get(STALL_AFTER) or os.environ.get(STALL_AFTER)),
     )
     output = Output(ranks, _print, shown=frozenset() if quiet else None)
     ending = Supervisor(plan, output).run()

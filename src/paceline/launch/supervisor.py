@@ -36,6 +36,10 @@ from paceline.launch.job import (
 )
 from paceline.launch.output import Output
 from paceline.launch.processes import end_descendants
+from paceline.observe.session import WATCHED
+from paceline.observe.status import StatusPage
+from paceline.observe.verdict import RankView
+from paceline.observe.watch import StallWatch, look_at_processes
 
 __all__ = ["Plan", "Failure", "Ending", "Supervisor"]
 
@@ -60,6 +64,7 @@ class Plan:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
     grace_s: float = 30.0
     owns_process: bool = False  # whether every child of this process is the job's
+    stall_after_s: float = 30.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +130,8 @@ class Supervisor:
         self._control: Connection | None = None
         self._zygote: subprocess.Popen[bytes] | None = None
         self._placed = Placed(0, plan.ranks)
+        self._pages: dict[int, StatusPage] = {}  # as they were last seen
+        self._watch_thread = StallWatch(self._look, self._tell_stall, plan.stall_after_s)
 
     def ask_to_stop(self, number: int) -> None:
         """Pass a signal on to the ranks and see that they end. A second Ctrl-C does not wait any longer."""
@@ -136,12 +143,24 @@ class Supervisor:
         began = time.monotonic()
         try:
             self._start()
+            self._watch_thread.start()
             self._loop()
         finally:
+            self._watch_thread.stop()
             self._clean_up()
         ending = self._ending()
         ending.seconds = time.monotonic() - began
         return ending
+
+    def _look(self) -> list[RankView]:
+        """What the stall watch sees; runs in its thread."""
+        first = self._placed.first_rank
+        pids = {first + rank.index: rank.pid for rank in self._ranks if rank.pid is not None}
+        ended = {first + rank.index: rank.end.exitcode for rank in self._ranks if rank.end is not None}
+        return look_at_processes(pids, ended, self._pages) if self._stopping is None else []
+
+    def _tell_stall(self, text: str) -> None:
+        self._output.tell_all(f"paceline: {text}")
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -160,7 +179,7 @@ class Supervisor:
             start_method=self._plan.start_method,
             preload=self._plan.preload,
             path=self._plan.path,
-            environ=self._plan.environ,
+            environ={**self._plan.environ, WATCHED: "1"},
         )
         passed = [theirs.fileno(), *(fd for pipes in writing for fd in pipes.all())]
         if listen is not None:

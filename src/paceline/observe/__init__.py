@@ -1,5 +1,28 @@
-"""Seeing what a run does."""
+"""Seeing what a run does: status pages, verdicts on stalls, stragglers, timelines, progress.
 
-from paceline.observe.progress import Progress
+Names are imported on first use: every rank imports parts of this package, and few need all of it.
+"""
 
-__all__ = ["Progress"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from paceline.observe.progress import Progress
+    from paceline.observe.report import write_report
+    from paceline.observe.session import trace
+
+_LAZY = {
+    "Progress": "paceline.observe.progress",
+    "trace": "paceline.observe.session",
+    "write_report": "paceline.observe.report",
+}
+
+__all__ = ["Progress", "trace", "write_report"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'paceline.observe' has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -9,6 +9,10 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from paceline.observe.peers import Peers
+from paceline.observe.recorder import recorder
+from paceline.observe.stragglers import Straggler
+
 if TYPE_CHECKING:
     from rich.progress import Progress as _Bar
 
@@ -33,6 +37,7 @@ class Progress:
         self._start = self._last_line = 0.0
         self._done = 0
         self._samples = 0
+        self._peers = Peers()
         self._sync_s = 0.0
 
     def __enter__(self) -> Self:
@@ -49,17 +54,23 @@ class Progress:
     def step(self, loss: float, samples: int, sync_s: float) -> None:
         """One step is done: its loss, the samples of all ranks, and the seconds this rank waited for others."""
         self._done += 1
+        recorder.scalars(loss, samples)
         self._samples += samples
         self._sync_s += sync_s
         if not self._enabled:
             return
+        if self._bar is None and not self._is_due():
+            return
         text = self._text(loss)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=self._done, text=text)
-        elif time.perf_counter() - self._last_line >= _LINE_EVERY_S or self._done == self._steps:
+        else:
             self._last_line = time.perf_counter()
             sys.stdout.write(f"step {self._done}/{self._steps}  {text}\n")
             sys.stdout.flush()
+
+    def _is_due(self) -> bool:
+        return time.perf_counter() - self._last_line >= _LINE_EVERY_S or self._done == self._steps
 
     @property
     def samples_per_second(self) -> float:
@@ -71,8 +82,15 @@ class Progress:
         """Which part of the time so far went into synchronising."""
         return self._sync_s / max(time.perf_counter() - self._start, 1e-9)
 
+    @property
+    def straggler(self) -> Straggler | None:
+        """The rank of this host that the others waited for lately, if there is one; looked for every two seconds."""
+        return self._peers.straggler()
+
     def _text(self, loss: float) -> str:
-        return f"loss {loss:.4f}  {self.samples_per_second:,.0f} samples/s  sync {self.sync_share:.1%}"
+        text = f"loss {loss:.4f}  {self.samples_per_second:,.0f} samples/s  sync {self.sync_share:.1%}"
+        slow = self.straggler
+        return text if slow is None else f"{text}  {slow.words}"
 
     def _draw_on_terminal(self) -> _Bar:
         from rich.console import Console

@@ -1,0 +1,29 @@
+"""`paceline report DIR`: one page that shows a recorded timeline, and the same for Chrome and Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+
+from paceline.observe.report import write_report
+from paceline.observe.timeline import Timeline
+from paceline.observe.trace import read_traces
+
+__all__ = ["add_arguments", "run"]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=pathlib.Path, help="what `paceline run --trace DIR` recorded")
+    parser.add_argument(
+        "-o", "--output", type=pathlib.Path, metavar="PAGE.html",
+        help="where to write the page; the trace JSON goes beside it (default: DIR/timeline.html)",
+    )  # fmt: skip
+    parser.add_argument("--words", action="store_true", help="only say what limits the run")
+
+
+def run(options: argparse.Namespace) -> int:
+    if not options.words:
+        path = write_report(options.directory, options.output)
+        print(f"timeline  {path}\nfor Perfetto (ui.perfetto.dev)  {path.with_suffix('.json')}")
+    print(Timeline(read_traces(options.directory)).words())
+    return 0

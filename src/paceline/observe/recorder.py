@@ -1,0 +1,227 @@
+"""What this process is doing, noted as it goes: on its status page, and in its trace if there is one.
+
+There is one recorder in a process, as there is one default group. It always notes - into private memory until
+`open_page` shares it - so that the places that call it need not ask whether anybody looks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+
+from paceline.observe import stacks
+from paceline.observe.status import NO_BUCKET, PHASES, PageMemory, Phase, Place, Word, script_name
+from paceline.observe.trace import Kind, TraceWriter
+
+__all__ = ["Recorder", "group_number", "recorder"]
+
+# Plain numbers: looking a name up in an enumeration costs more than the write itself.
+_SEQUENCE, _PHASE, _PHASE_SINCE = int(Word.SEQUENCE), int(Word.PHASE), int(Word.PHASE_SINCE)
+_CALL_SINCE, _CALL_GROUP, _CALL_NUMBER = int(Word.CALL_SINCE), int(Word.CALL_GROUP), int(Word.CALL_NUMBER)
+_CALL_BUCKET, _SYNCS = int(Word.CALL_BUCKET), int(Word.SYNCS)
+_FORWARDS, _MOVED_ON = int(Word.FORWARDS), int(Word.MOVED_ON)
+_SYNCHRONISE = int(Phase.SYNCHRONISE)
+_MEETING, _FILL, _FLIGHT = int(Kind.MEETING), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
+_clock = time.monotonic_ns
+
+
+def group_number(name: str) -> int:
+    """A number for a group that is the same on every rank."""
+    return zlib.crc32(name.encode())
+
+
+class Recorder:
+    """Notes phases, waits and counts. Not locked: under the GIL a torn note is at worst a wrong line for a moment."""
+
+    def __init__(self) -> None:
+        self.page = PageMemory()
+        self.trace: TraceWriter | None = None
+        self.job = ""
+        self._phase = int(Phase.STARTING)
+        self._since = _clock()
+        self._spent = [0] * len(PHASES)
+        self._depth = 0
+        self._arrived = 0
+        self._group = self._number = 0
+        self.page.words[_PHASE], self.page.words[_PHASE_SINCE] = self._phase, self._since
+
+    # -- phases ----------------------------------------------------------------------------------------------------
+
+    def phase(self, phase: int) -> None:
+        """From now on this rank is in another phase."""
+        now = _clock()
+        self._close_span(now)
+        self._phase, self._since = phase, now
+        words = self.page.words
+        words[_SEQUENCE] += 1
+        words[_PHASE] = phase
+        words[_PHASE_SINCE] = now
+        words[_SEQUENCE] += 1
+
+    def _close_span(self, now: int) -> None:
+        phase, since = self._phase, self._since
+        self._spent[phase] += now - since
+        if self.trace is not None and now - since > 1000:
+            self.trace.add(phase, since, now, self.page.words[_SYNCS])
+
+    @contextlib.contextmanager
+    def during(self, phase: Phase) -> Iterator[None]:
+        """A phase that ends with a block; then the one before goes on."""
+        before = self._phase
+        self.phase(phase)
+        try:
+            yield
+        finally:
+            self.phase(before)
+
+    def count(self, word: int) -> None:
+        """One more of something."""
+        self.page.words[word] += 1
+
+    def moved_on(self) -> None:
+        """This rank does what comes after a backward: forwards without one by now have been skipped."""
+        words = self.page.words
+        words[_MOVED_ON] = words[_FORWARDS]
+
+    @property
+    def current(self) -> int:
+        return self._phase
+
+    # -- waits -----------------------------------------------------------------------------------------------------
+
+    def enter(self, place: Place, number: int, bucket: int = NO_BUCKET) -> None:
+        """This rank arrives at a collective and may have to wait in it. Waits inside a wait are part of it."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        now = _clock()
+        self._close_span(now)
+        self._arrived = self._since = now
+        self._group, self._number = place.number, number
+        words = self.page.words
+        words[_SEQUENCE] += 1
+        self.page.put_call(place.text)
+        words[_CALL_GROUP] = place.number
+        words[_CALL_NUMBER] = number
+        words[_CALL_BUCKET] = bucket
+        words[_CALL_SINCE] = now
+        words[_PHASE] = _SYNCHRONISE
+        words[_PHASE_SINCE] = now
+        words[_SEQUENCE] += 1
+
+    def at_bucket(self, place: Place, bucket: int) -> None:
+        """Inside a wait: it is this bucket's now."""
+        words = self.page.words
+        words[_SEQUENCE] += 1
+        self.page.put_call(place.text)
+        words[_CALL_BUCKET] = bucket
+        words[_SEQUENCE] += 1
+
+    def leave(self, *, met: bool = True) -> None:
+        """The wait is over. `met=False`: this was no wait for others, only the start of one."""
+        self._depth -= 1
+        if self._depth > 0:
+            return
+        now = _clock()
+        words = self.page.words
+        words[_SEQUENCE] += 1
+        words[_CALL_SINCE] = 0
+        words[_PHASE] = self._phase
+        words[_PHASE_SINCE] = now
+        if met:
+            self._spent[_SYNCHRONISE] += now - self._arrived
+            self.page.put_meeting(self._group, self._number, self._arrived, now, self._spent)
+            self._spent = [0] * len(PHASES)
+        words[_SEQUENCE] += 1
+        if met and self.trace is not None:
+            self.trace.add(_MEETING, self._arrived, now, words[_SYNCS], self._group, self._number)
+        self._since = now
+
+    @contextlib.contextmanager
+    def waiting(self, place: Place, number: int) -> Iterator[None]:
+        """`enter` and `leave` around a block."""
+        self.enter(place, number)
+        try:
+            yield
+        finally:
+            self.leave()
+
+    # -- buckets, for the trace only -------------------------------------------------------------------------------
+
+    def bucket_filled(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
+        if self.trace is not None:
+            self.trace.add(_FILL, start_ns, end_ns, self.page.words[_SYNCS], bucket, reducer)
+
+    def bucket_averaged(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
+        if self.trace is not None:
+            self.trace.add(_FLIGHT, start_ns, end_ns, self.page.words[_SYNCS], bucket, reducer)
+
+    def buckets_planned(self, reducer: int, names: Sequence[str], sizes: Sequence[int]) -> None:
+        """How the buckets of a model are called from now on."""
+        if self.trace is not None:
+            planned = [{"names": one, "bytes": size} for one, size in zip(names, sizes, strict=True)]
+            self.trace.name(buckets={str(reducer): planned})
+
+    def scalars(self, loss: float, samples: int) -> None:
+        """What the script knows about the step it has just made."""
+        if self.trace is not None:
+            self.trace.scalars(self.page.words[_SYNCS], loss, samples)
+
+    # -- the page --------------------------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> bool:
+        """Whether others can see the page."""
+        return self.page.descriptor >= 0
+
+    def open_page(self, *, job: str, rank: int, world: int) -> None:
+        """Let others of this user see what this process does, and ask for its stacks."""
+        if not self.shared:
+            self.page.share()
+            self.page.words[Word.STACKS_FD] = stacks.register()
+        self.job = job
+        self.page.identify(job=job, script=script_name(), rank=rank, world=world)
+
+    def close_page(self) -> None:
+        """Nobody sees it any more. Notes go on in private."""
+        if self.shared:
+            self.page.unshare()
+            stacks.unregister()
+
+    # -- the trace -------------------------------------------------------------------------------------------------
+
+    def start_trace(self, directory: str, rank: int, world: int) -> None:
+        """Record spans from now on."""
+        self.stop_trace()
+        self.trace = TraceWriter(directory, rank, world)
+        self._since = _clock()
+
+    def stop_trace(self) -> None:
+        if self.trace is not None:
+            self._close_span(_clock())
+            trace, self.trace = self.trace, None
+            trace.close()
+
+    def after_fork(self) -> None:
+        """A child is not the rank: it must neither write its page nor its trace."""
+        if self.shared:
+            descriptor = self.page.descriptor
+            self.page.forget()
+            os.close(descriptor)
+        self.trace = None
+        self._depth = 0
+        self._since = _clock()
+        self._spent = [0] * len(PHASES)
+
+    @property
+    def thread(self) -> int:
+        """The thread whose doings are noted."""
+        return threading.main_thread().ident or 0
+
+
+recorder = Recorder()
+os.register_at_fork(after_in_child=recorder.after_fork)

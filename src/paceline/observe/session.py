@@ -1,0 +1,104 @@
+"""Being observed: what a process sets up when it joins a job, and takes down when it leaves."""
+
+from __future__ import annotations
+
+import os
+import sys
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from paceline.observe import watch
+from paceline.observe.calls import CallNotes
+from paceline.observe.recorder import recorder
+from paceline.observe.status import Phase, Word
+
+__all__ = ["RUN_ID", "TRACE", "WATCHED", "begin", "end", "joined", "trace"]
+
+RUN_ID = "PACELINE_RUN_ID"
+TRACE = "PACELINE_TRACE"
+WATCHED = "PACELINE_WATCHED"  # a launcher watches: no rank needs to
+
+
+class _Session:
+    """What this process has set up: process-wide, as torch's default group is."""
+
+    notes: CallNotes | None = None
+    stall_watch: watch.StallWatch | None = None
+    handles: tuple[Any, ...] = ()
+
+
+def begin(rank: int, world: int, *, job: str | None = None) -> None:
+    """A process knows its place: show what it does from here on, and trace it if the environment asks for that."""
+    recorder.open_page(job=job or os.environ.get(RUN_ID) or uuid.uuid4().hex, rank=rank, world=world)
+    directory = os.environ.get(TRACE)
+    if directory and recorder.trace is None:
+        recorder.start_trace(directory, rank, world)
+
+
+def joined(rank: int, world: int, local_rank: int | None, *, job: str, timeout_s: float) -> None:
+    """The default group is there: note its calls, and watch for stalls if nobody else does."""
+    begin(rank, world, job=job)
+    recorder.page.words[Word.TIMEOUT] = int(timeout_s * 1e9)
+    if _Session.notes is None:
+        _Session.notes = CallNotes()
+        _Session.notes.install()
+        _Session.handles = _note_optimizers()
+    recorder.phase(Phase.OTHER)
+    limit = watch.stall_after_s(os.environ.get(watch.STALL_AFTER))
+    if local_rank == 0 and world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
+        _Session.stall_watch = watch.StallWatch(lambda: watch.look(job), _say, limit)
+        _Session.stall_watch.start()
+
+
+def end() -> None:
+    """The process leaves its job."""
+    stall_watch, _Session.stall_watch = _Session.stall_watch, None
+    if stall_watch is not None:
+        stall_watch.stop()
+    notes, _Session.notes = _Session.notes, None
+    if notes is not None:
+        notes.remove()
+    for handle in _Session.handles:
+        handle.remove()
+    _Session.handles = ()
+    recorder.stop_trace()
+    recorder.close_page()
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+    sys.stderr.flush()
+
+
+def _note_optimizers() -> tuple[Any, ...]:
+    from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+    def before(*_: Any) -> None:
+        recorder.moved_on()
+        recorder.phase(Phase.OPTIMIZER)
+
+    def after(*_: Any) -> None:
+        recorder.count(Word.OPTIMIZER_STEPS)
+        recorder.phase(Phase.OTHER)
+
+    return register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
+
+
+@contextmanager
+def trace(directory: str | os.PathLike[str]) -> Iterator[None]:
+    """Record what this rank does inside the block; `paceline report DIRECTORY` makes a page of all ranks' records.
+
+        with paceline.trace("runs/today"):
+            train()
+
+    Call it on every rank, after `init_process_group()`.
+    """
+    page = recorder.page.words
+    rank, world = int(page[Word.RANK]), max(1, int(page[Word.WORLD]))
+    recorder.start_trace(os.fspath(directory), rank, world)
+    try:
+        yield
+    finally:
+        recorder.stop_trace()
