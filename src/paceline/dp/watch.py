@@ -78,6 +78,7 @@ class ModuleWatch:
             for (_, name), value in zip(self._keys(), self._values, strict=True)
             if isinstance(value, dict | list | set) and name not in _APART
         ]
+        containers += [part._buffers for part in self._parts if not part._buffers]
         self._empty = [value for value in containers if not value]
         self._full = [(value, _inside(value)) for value in containers if value]
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
