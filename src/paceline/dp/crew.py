@@ -25,7 +25,7 @@ from paceline.shm.flags import FLAG_BYTES, Flag
 __all__ = ["Crew", "Link", "Worker"]
 
 _PER_WORKER = 2 * FLAG_BYTES + 2 * NOTICE_BYTES
-_SPIN_NS = 200_000
+_SPIN_NS = 1_000_000  # an optimizer step of a small model: the worker is awake when it is over
 _SPIN_NS_CROWDED = 2_000  # more processes than cores: whoever spins keeps a peer from running
 _PR_SET_PDEATHSIG = 1
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Join", "Parameters", "RemoteCall", "Share", "refuse_create_graph"]
+__all__ = ["Gradients", "Join", "Parameters", "RemoteCall", "Share", "refuse_create_graph"]
 
 Gradients = Sequence[torch.Tensor | None]
 

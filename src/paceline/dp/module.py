@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -13,7 +14,9 @@ from torch import nn
 
 from paceline.dp.processes import ProcessExecutor
 from paceline.dp.split import Splitter
+from paceline.dp.structure import Whole
 from paceline.dp.threads import ThreadExecutor
+from paceline.dp.trial import Trial
 from paceline.errors import ConfigError
 from paceline.shm import native_status
 
@@ -40,7 +43,8 @@ class DataParallel(nn.Module):
         model = paceline.DataParallel(model)
 
     The first four arguments are those of `torch.nn.DataParallel`. On the CPU, `workers` processes share the module's
-    parameters (default: cores / `threads`); with accelerators, one thread drives each of `device_ids`.
+    parameters (default: cores / `threads`; "auto": split only if the first batches show that it pays); with
+    accelerators, one thread drives each of `device_ids`.
 
     `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
     `(object, [(start, stop), ...]) -> parts`. `scalars` says how losses that `forward` returns are combined: "mean" (by
@@ -72,6 +76,7 @@ class DataParallel(nn.Module):
         self._is_closed = False
         self._options = _Options(device_ids, workers, threads, executor, dict(split or {}), scalars, timeout)
         self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
+        self._trial = Trial() if workers == "auto" and isinstance(self._executor, ProcessExecutor) else None
 
     # --- running ---------------------------------------------------------------------------------
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -79,8 +84,27 @@ class DataParallel(nn.Module):
         if self._is_closed:
             raise ConfigError("this DataParallel was closed; use the module itself, `model.module`, or wrap it again")
         if self._executor is None:
-            return self.module(*inputs, **kwargs)
+            return self.module(*(_bare(each) for each in inputs), **{name: _bare(v) for name, v in kwargs.items()})
+        if self._trial is not None:
+            return self._try_both(self._executor, self._trial, inputs, kwargs)
         return self._executor.run(inputs, kwargs)
+
+    def _try_both(self, executor: Any, trial: Trial, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = trial.run(
+            lambda: self.module(*(_bare(each) for each in inputs), **{name: _bare(v) for name, v in kwargs.items()}),
+            lambda: executor.run(inputs, kwargs),
+        )
+        if trial.is_over:
+            self._trial = None
+            if not trial.splitting_pays:
+                executor.refresh()  # the workers end with the last graph that needs them
+                self._executor = None
+                warnings.warn(
+                    f"DataParallel(workers='auto') does not split: a forward took {trial.describe()}. Its matrix "
+                    "products already use all cores, or the batch is too small. To split all the same, give a number",
+                    stacklevel=2,
+                )
+        return result
 
     def _make_executor(self) -> ProcessExecutor | ThreadExecutor | None:
         options = self._options
@@ -168,6 +192,10 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._executor = self._make_executor()
+
+
+def _bare(given: Any) -> Any:
+    return given.value if isinstance(given, Whole) else given
 
 
 def _device(given: int | torch.device) -> torch.device:

@@ -16,13 +16,13 @@ from paceline.errors import ConfigError
 __all__ = ["SharedParameters", "substituted"]
 
 _ALIGN = 64
-Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
+_Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
 
 @dataclasses.dataclass
 class _Slot:
     parameter: nn.Parameter
-    places: list[Place]
+    places: list[_Place]
     name: str
     view: torch.Tensor | None  # None: nothing to share, no elements
     address: int
@@ -121,8 +121,8 @@ def substituted(slots: Sequence[_Slot], tensors: Sequence[torch.Tensor | None]) 
                     holder[name] = slot.parameter
 
 
-def _places(module: nn.Module) -> list[tuple[str, nn.Parameter, list[Place]]]:
-    found: dict[int, tuple[str, nn.Parameter, list[Place]]] = {}
+def _places(module: nn.Module) -> list[tuple[str, nn.Parameter, list[_Place]]]:
+    found: dict[int, tuple[str, nn.Parameter, list[_Place]]] = {}
     for prefix, part in module.named_modules():
         for name, parameter in part._parameters.items():
             if parameter is not None:

@@ -84,6 +84,7 @@ class ProcessExecutor:
     def refresh(self) -> None:
         """Start new workers at the next forward. Graphs that still wait for their backward keep the old ones."""
         self._team = None
+        self._quiet.end()
 
     def end(self) -> None:
         """End the workers now."""

@@ -11,10 +11,10 @@ from paceline.shm.flags import sum_in_order
 
 __all__ = ["sum_gradients"]
 
-Gradients = Sequence[torch.Tensor | None]
+_Gradients = Sequence[torch.Tensor | None]
 
 
-def sum_gradients(own: Gradients, others: Sequence[Gradients], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+def sum_gradients(own: _Gradients, others: Sequence[_Gradients], needed: Sequence[bool]) -> list[torch.Tensor | None]:
     """For each parameter, the sum of what this and the other replicas found; None where nobody found anything.
 
     The results are new tensors: what the others found may lie in memory that is used again.

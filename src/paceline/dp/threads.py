@@ -27,7 +27,7 @@ from paceline.dp.split import SplitInputs, Splitter, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.errors import ConfigError
 
-__all__ = ["ThreadExecutor"]
+__all__ = ["Lend", "ThreadExecutor"]
 
 
 class ThreadExecutor:

@@ -11,7 +11,7 @@ from torch import nn
 
 __all__ = ["ModuleWatch", "apply_updates"]
 
-Update = tuple[int, str, Any]  # index of the module, attribute, value
+_Update = tuple[int, str, Any]  # index of the module, attribute, value
 
 # Looked after elsewhere: by value.
 _APART = ("_parameters", "_buffers")
@@ -32,13 +32,13 @@ class ModuleWatch:
         self._values: list[Any] = []
         self._take()
 
-    def updates(self) -> list[Update] | None:
+    def updates(self) -> list[_Update] | None:
         """What workers must be told; None if they must be started anew."""
         if self._is_same():
             return []
         if [*map(tuple, self._holders)] != self._names or not self._is_same_inside():
             return None
-        found: list[Update] = []
+        found: list[_Update] = []
         values = iter(self._values)
         for index, holder in enumerate(self._holders):
             for name, now in holder.items():
@@ -78,6 +78,7 @@ class ModuleWatch:
             for (_, name), value in zip(self._keys(), self._values, strict=True)
             if isinstance(value, dict | list | set) and name not in _APART
         ]
+        containers += [part._buffers for part in self._parts if not part._buffers]
         self._empty = [value for value in containers if not value]
         self._full = [(value, _inside(value)) for value in containers if value]
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]

@@ -24,9 +24,16 @@ from paceline.dp.watch import apply_updates
 
 __all__ = ["BACKWARD", "DENSE", "DONE", "FAILED", "FORWARD", "NOTHING", "STALE", "Modes", "serve"]
 
-FORWARD, BACKWARD = 1, 2  # orders
-DONE, FAILED, STALE = 0, 1, 2  # answers
-NOTHING, DENSE = 0, 1  # kinds of gradients
+# Orders.
+FORWARD = 1
+BACKWARD = 2
+# Answers.
+DONE = 0
+FAILED = 1
+STALE = 2
+# Kinds of gradients.
+NOTHING = 0
+DENSE = 1
 
 
 @dataclasses.dataclass

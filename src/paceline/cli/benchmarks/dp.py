@@ -43,9 +43,7 @@ def run(options: argparse.Namespace) -> int:
     for name in names:
         found[name] = _measure(name, options.workers, options.rounds)
         _print_row(name, found[name], is_first=name == names[0])
-    print(
-        "\nto the ideal: speed of paceline over that of the ideal. Bars: 0.70 where a step takes less than 10 ms, else 0.85"
-    )
+    print("\nto the ideal: its time over ours. Bars: 0.70 where a step takes less than 10 ms, else 0.85")
     if options.json:
         with open(options.json, "w") as file:
             json.dump(found, file, indent=1)
@@ -177,7 +175,7 @@ def _train(step: Callable[[], None], steps: int) -> float:
 
 def _memory_growth(model: Any) -> float:
     """Parameters' memory that one worker adds, as a part of the parameters: its share of pages mapped shared."""
-    nbytes = sum(parameter.nbytes for parameter in model.module.parameters())
+    nbytes: int = sum(parameter.nbytes for parameter in model.module.parameters())
     return sum(_parameter_pss(pid, model) for pid in (os.getpid(), *model.worker_pids)) / nbytes - 1.0
 
 
