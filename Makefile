@@ -16,6 +16,7 @@ help:
 	@echo "make bench        all benchmarks, tables on the terminal"
 	@echo "make docs         the documentation as HTML in site/"
 	@echo "make native-test  sanitizer builds of the native core"
+	@echo "make gpu-test     the device tests on this machine's GPUs instead of simulated ones"
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -59,6 +60,9 @@ docs: $(VENV)/.installed-dev
 
 native-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q tests/native $(ARGS)
+
+gpu-test: $(VENV)/.installed-dev
+	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/devices/test_matrix_*.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

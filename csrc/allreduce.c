@@ -20,7 +20,7 @@ static int everyone_sums(passage *at, uint64_t chunk, bool (*reads)(const passag
     for (uint64_t done = 0; done == 0 || done < bytes; done += chunk) {
         uint64_t n = MIN(bytes - done, chunk);
         if (done > 0) at->slot = next_slot(comm);
-        memcpy(slot_of(comm, comm->rank, at->slot), (const char *)q->input + done, n);
+        if (n > 0) memcpy(slot_of(comm, comm->rank, at->slot), (const char *)q->input + done, n);
         int status = done == 0 ? meet(at, q->count) : arrive(comm, at->deadline);
         if (status != PLC_OK) return status;
         if (!reads(at)) continue;
@@ -64,7 +64,7 @@ static int share_the_sums(passage *at, uint64_t chunk, bool (*reads)(const passa
 }
 
 /* Small enough to stay in the second-level cache, long enough to make the system call cheap. */
-#define PIECE_BYTES (64 * 1024)
+#define PIECE_BYTES (64 * 1024u)
 
 /* Sum this rank's part, piece by piece, in order of rank. */
 static int sum_part(passage *at, unsigned char *scratch, uint64_t from, uint64_t to) {
@@ -110,8 +110,9 @@ static int read_directly(passage *at, bool (*reads)(const passage *at)) {
     status = sum_part(at, slot_of(comm, comm->rank, at->slot), from, to); /* nothing is staged: the slot is free */
     if (status == PLC_OK) status = arrive(comm, at->deadline);
     if (status == PLC_OK && reads(at)) status = fetch_parts(at, bytes);
-    /* Nobody may touch its tensor before all have read it. */
-    return status == PLC_OK ? arrive(comm, at->deadline) : status;
+    /* Nobody may touch its tensor before all have read it. One that gave up waiting here may have. */
+    if (status == PLC_OK) status = arrive(comm, at->deadline);
+    return status == PLC_OK ? known_failure(comm) : status;
 }
 
 static bool all_read(const passage *at) {

@@ -9,10 +9,10 @@ int run_broadcast(passage *at) {
     for (uint64_t done = 0; done == 0 || done < bytes; done += slot_bytes) {
         uint64_t n = MIN(bytes - done, slot_bytes);
         if (done > 0) at->slot = next_slot(comm);
-        if (comm->rank == root) memcpy(slot_of(comm, root, at->slot), (const char *)q->input + done, n);
+        if (comm->rank == root && n > 0) memcpy(slot_of(comm, root, at->slot), (const char *)q->input + done, n);
         int status = done == 0 ? meet(at, q->count) : arrive(comm, at->deadline);
         if (status != PLC_OK) return status;
-        if (comm->rank != root) memcpy((char *)q->output + done, slot_of(comm, root, at->slot), n);
+        if (comm->rank != root && n > 0) memcpy((char *)q->output + done, slot_of(comm, root, at->slot), n);
     }
     return PLC_OK;
 }

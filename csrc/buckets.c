@@ -35,39 +35,50 @@ typedef struct {
 struct plc_arena {
     plc_comm *comm;
     void *mapping;
+    bool owns_mapping;
     uint64_t mapped_bytes, bytes_per_rank;
-    uint32_t buckets;
+    uint32_t rank, ranks, buckets; /* ranks: also known when the communicator is gone */
     bucket *table;
     uint32_t noted, weighing; /* notes written so far; the one whose numbers are weights */
     bool weighs, by_samples, divide_by_ranks;
 };
 
-static uint64_t notes_at(uint32_t buckets) { return buckets * sizeof(bucket_control); }
+/* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
+static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
+
+/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's region. */
+static uint64_t notes_at(uint32_t ranks, uint32_t buckets) {
+    return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
+}
 
 static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
-    return ALIGN_UP(notes_at(buckets) + ranks * NOTES * sizeof(note), 4096);
+    return ALIGN_UP(notes_at(ranks, buckets) + ranks * NOTES * sizeof(note), 4096);
 }
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
     return regions_at(ranks, buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
 
-int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
+int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
     plc_arena *arena = calloc(1, sizeof *arena);
     bucket *table = calloc(buckets, sizeof *table);
     uint64_t bytes = plc_arena_bytes(comm->ranks, bytes_per_rank, buckets);
-    void *mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+    bool maps = mapping == NULL;
+    if (maps) mapping = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (arena == NULL || table == NULL || mapping == MAP_FAILED) {
         int error = mapping == MAP_FAILED ? errno : ENOMEM;
-        if (mapping != MAP_FAILED) munmap(mapping, bytes);
+        if (maps && mapping != MAP_FAILED) munmap(mapping, bytes);
         free(arena), free(table);
         errno = error;
         return PLC_SYSTEM;
     }
     *arena = (plc_arena){.comm = comm,
                          .mapping = mapping,
+                         .owns_mapping = maps,
                          .mapped_bytes = bytes,
                          .bytes_per_rank = ALIGN_UP(bytes_per_rank, 4096),
+                         .rank = comm->rank,
+                         .ranks = comm->ranks,
                          .buckets = buckets,
                          .table = table};
     *out = arena;
@@ -75,28 +86,28 @@ int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buc
 }
 
 void plc_arena_close(plc_arena *arena) {
-    munmap(arena->mapping, arena->mapped_bytes);
+    if (arena->owns_mapping) munmap(arena->mapping, arena->mapped_bytes);
     free(arena->table);
     free(arena);
 }
 
 void *plc_arena_region(plc_arena *arena, uint32_t rank) {
-    return (char *)arena->mapping + regions_at(arena->comm->ranks, arena->buckets) + rank * arena->bytes_per_rank;
+    return (char *)arena->mapping + regions_at(arena->ranks, arena->buckets) + rank * arena->bytes_per_rank;
 }
 
 static note *note_of(const plc_arena *arena, uint32_t rank, uint32_t number) {
-    return (note *)((char *)arena->mapping + notes_at(arena->buckets)) + rank * NOTES + number % NOTES;
+    return (note *)((char *)arena->mapping + notes_at(arena->ranks, arena->buckets)) + rank * NOTES + number % NOTES;
 }
 
 uint32_t plc_arena_note(plc_arena *arena, const double *numbers, int weighs) {
     uint32_t number = arena->noted++;
-    memcpy(note_of(arena, arena->comm->rank, number)->numbers, numbers, sizeof(note));
+    memcpy(note_of(arena, arena->rank, number)->numbers, numbers, sizeof(note));
     if (weighs) arena->weighing = number;
     return number;
 }
 
 void plc_arena_read_notes(plc_arena *arena, uint32_t number, double *out) {
-    for (uint32_t r = 0; r < arena->comm->ranks; r++)
+    for (uint32_t r = 0; r < arena->ranks; r++)
         memcpy(out + r * PLC_NOTE_NUMBERS, note_of(arena, r, number)->numbers, sizeof(note));
 }
 
@@ -114,7 +125,7 @@ typedef struct {
 } weighting;
 
 static void weigh(const plc_arena *arena, weighting *out) {
-    uint32_t ranks = arena->comm->ranks;
+    uint32_t ranks = arena->ranks;
     uint64_t active = 0, counted = 0;
     double samples = 0, longest = 0;
     for (uint32_t r = 0; r < ranks; r++) {
@@ -124,7 +135,7 @@ static void weigh(const plc_arena *arena, weighting *out) {
         samples += n[2];
         longest = MAX(longest, n[3]);
     }
-    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, 1);
+    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, UINT64_C(1));
     if (!arena->by_samples) return;
     bool equal = true;
     for (uint32_t r = 0; r < ranks; r++) {
@@ -139,13 +150,20 @@ static bucket_control *control_of(const plc_arena *arena, uint32_t index) {
     return (bucket_control *)arena->mapping + index;
 }
 
+static _Atomic uint32_t *uses_of(const plc_arena *arena, uint32_t rank, uint32_t index) {
+    char *table = (char *)control_of(arena, arena->buckets);
+    return (_Atomic uint32_t *)(table + rank * uses_stride(arena->buckets)) + index;
+}
+
 int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
-    uint64_t bytes = count * plc_element_bytes(dtype);
-    if (index >= arena->buckets || offset + bytes > arena->bytes_per_rank || !can_reduce(dtype, op)) return PLC_INVALID;
+    if (index >= arena->buckets || !can_reduce(dtype, op)) return PLC_INVALID;
+    uint64_t element = plc_element_bytes(dtype), room = arena->bytes_per_rank;
+    if (offset > room || offset % element != 0 || count > (room - offset) / element) return PLC_INVALID;
+    uint64_t bytes = count * element;
     bucket *b = &arena->table[index];
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
     uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = (uint32_t)MAX(chunks, 1)};
+    *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
     return PLC_OK;
 }
 
@@ -153,7 +171,7 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
 static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
     uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element;
     uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
-    uint32_t ranks = arena->comm->ranks;
+    uint32_t ranks = arena->ranks;
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
     for (uint32_t r = 0; r < ranks; r++)
@@ -189,18 +207,39 @@ static void help(plc_arena *arena, uint32_t index) {
 int plc_bucket_ready(plc_arena *arena, uint32_t index) {
     if (index >= arena->buckets || arena->table[index].chunks == 0) return PLC_INVALID;
     bucket_control *c = control_of(arena, index);
-    uint32_t target = ++arena->table[index].uses * arena->comm->ranks;
-    if (atomic_fetch_add(&c->arrived.value, 1) + 1 == target) wake(&c->arrived);
+    uint32_t uses = ++arena->table[index].uses;
+    bool last = atomic_fetch_add(&c->arrived.value, 1) + 1 == uses * arena->ranks;
+    atomic_store(uses_of(arena, arena->rank, index), uses); /* after the count, as in `arrive` */
+    if (last) wake(&c->arrived);
     return PLC_OK;
+}
+
+typedef struct {
+    const plc_arena *arena;
+    uint32_t index;
+} bucket_wait;
+
+static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) {
+    const bucket_wait *w = context;
+    (void)comm;
+    return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
+}
+
+static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
+    bucket *b = &arena->table[index];
+    bucket_control *c = control_of(arena, index);
+    int64_t deadline = deadline_after(arena->comm, timeout_ns);
+    bucket_wait context = {arena, index};
+    int status = wait_for(arena->comm, &c->arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+    if (status != PLC_OK) return status;
+    help(arena, index);
+    return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
-    bucket *b = &arena->table[index];
-    bucket_control *c = control_of(arena, index);
-    int64_t deadline = deadline_after(arena->comm, timeout_ns);
-    int status = wait_for(arena->comm, &c->arrived, b->uses * arena->comm->ranks, deadline, NULL, NULL);
-    if (status != PLC_OK) return status;
-    help(arena, index);
-    return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
+    if (!step_in(arena->comm)) return PLC_ABORTED;
+    int status = finish(arena, index, timeout_ns);
+    step_out(arena->comm);
+    return status;
 }

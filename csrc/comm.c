@@ -70,7 +70,7 @@ int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const ui
     if (s == MAP_FAILED) return PLC_SYSTEM;
     plc_comm *comm = calloc(1, sizeof *comm);
     int *fds = malloc(ranks * sizeof *fds);
-    plc_call *calls = calloc(ranks, sizeof *calls);
+    plc_call *calls = calloc(2ull * ranks, sizeof *calls);
     if (!segment_fits(s, ranks, nonce) || s->bytes != bytes || comm == NULL || fds == NULL || calls == NULL) {
         bool out_of_memory = comm == NULL || fds == NULL || calls == NULL;
         free(comm), free(fds), free(calls);
@@ -86,7 +86,9 @@ int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const ui
     comm->config = *config;
     comm->pidfds = fds;
     comm->last_calls = calls;
+    comm->mismatched = calls + ranks;
     comm->failure.rank = -1;
+    comm->owner = (int32_t)getpid();
     pthread_mutex_init(&comm->failure_lock, NULL);
     pthread_mutex_init(&comm->queue_lock, NULL);
     pthread_cond_init(&comm->queue_changed, NULL);
@@ -97,28 +99,66 @@ int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const ui
     return PLC_OK;
 }
 
-void plc_comm_leave(plc_comm *comm) {
-    atomic_store(&comm->leaving, true); /* ends whatever our own threads are waiting for */
-    queue_close(comm);
-    post_office_close(comm);
+/* Sequentially consistent on both sides: either leaving sees this thread inside, or this thread sees the leaving. */
+bool step_in(plc_comm *comm) {
+    atomic_fetch_add(&comm->inside, 1);
+    if (!atomic_load(&comm->leaving)) return true;
+    step_out(comm);
+    return false;
+}
+
+void step_out(plc_comm *comm) {
+    if (atomic_fetch_sub(&comm->inside, 1) == 1 && atomic_load(&comm->leaving)) futex_wake_all(&comm->inside);
+}
+
+static void wait_until_nobody_is_inside(plc_comm *comm) {
+    for (uint32_t inside; (inside = atomic_load(&comm->inside)) != 0;) futex_wait(&comm->inside, inside, 10000000);
+}
+
+static void tell_peers(plc_comm *comm) {
     segment *s = comm->shared;
     atomic_store(&s->records[comm->rank].state, STATE_LEFT);
     for (uint32_t r = 0; r < comm->ranks; r++) advance(&s->records[r].doorbell, 1);
     futex_wake_all(&s->arrivals.value);
-    if (comm->owns_mapping) munmap(s, s->bytes);
+}
+
+static void release(plc_comm *comm) {
+    if (comm->owns_mapping) munmap(comm->shared, comm->shared->bytes);
+    free(comm->pidfds);
+    free(comm->last_calls);
+    comm->shared = NULL;
+    comm->pidfds = NULL;
+    comm->last_calls = comm->mismatched = NULL;
+}
+
+void plc_comm_leave(plc_comm *comm) {
+    bool ours = comm->owner == (int32_t)getpid(); /* a forked child has the memory, but neither the seat nor the threads */
+    if (atomic_exchange(&comm->leaving, true)) return; /* left before; `leaving` ends what our threads wait for */
+    if (ours) {
+        futex_wake_all(&comm->shared->arrivals.value);
+        queue_close(comm);
+        wait_until_nobody_is_inside(comm);
+        post_office_close(comm);
+        tell_peers(comm);
+    }
+    release(comm);
+}
+
+void plc_comm_free(plc_comm *comm) {
+    plc_comm_leave(comm);
     pthread_mutex_destroy(&comm->failure_lock);
     pthread_mutex_destroy(&comm->queue_lock);
     pthread_cond_destroy(&comm->queue_changed);
     pthread_mutex_destroy(&comm->post_lock);
-    free(comm->pidfds);
-    free(comm->last_calls);
     free(comm);
 }
 
 /* May be called from any thread, while others wait. */
 int plc_comm_abort(plc_comm *comm) {
+    if (!step_in(comm)) return PLC_ABORTED;
     raise_failure(comm, PLC_ABORTED, (int32_t)comm->rank);
     for (uint32_t r = 0; r < comm->ranks; r++) advance(&comm->shared->records[r].doorbell, 1);
+    step_out(comm);
     return PLC_OK;
 }
 
@@ -128,14 +168,27 @@ void plc_comm_failure(plc_comm *comm, plc_failure *out) {
     pthread_mutex_unlock(&comm->failure_lock);
 }
 
-void plc_comm_calls(plc_comm *comm, plc_call *out) { memcpy(out, comm->last_calls, comm->ranks * sizeof *out); }
+void plc_comm_calls(plc_comm *comm, plc_call *out) {
+    memset(out, 0, comm->ranks * sizeof *out);
+    if (!step_in(comm)) return;
+    pthread_mutex_lock(&comm->failure_lock);
+    memcpy(out, comm->mismatched, comm->ranks * sizeof *out);
+    pthread_mutex_unlock(&comm->failure_lock);
+    step_out(comm);
+}
 
-uint64_t plc_comm_sequence(plc_comm *comm) { return comm->sequence; }
+uint64_t plc_comm_sequence(plc_comm *comm) { return atomic_load(&comm->sequence); }
 
 int plc_comm_peer_pid(plc_comm *comm, uint32_t rank) {
-    return rank < comm->ranks ? comm->shared->records[rank].pid : -1;
+    if (rank >= comm->ranks || !step_in(comm)) return -1;
+    int pid = comm->shared->records[rank].pid;
+    step_out(comm);
+    return pid;
 }
 
 int plc_comm_peer_left(plc_comm *comm, uint32_t rank) {
-    return rank < comm->ranks && atomic_load(&comm->shared->records[rank].state) == STATE_LEFT;
+    if (rank >= comm->ranks || !step_in(comm)) return 0;
+    int left = atomic_load(&comm->shared->records[rank].state) == STATE_LEFT;
+    step_out(comm);
+    return left;
 }

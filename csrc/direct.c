@@ -23,7 +23,8 @@ static bool copy(int pid, void *to, uint64_t from, uint64_t bytes) {
 int read_from(plc_comm *comm, uint32_t rank, void *to, uint64_t from, uint64_t bytes) {
     bool left;
     if (copy(comm->shared->records[rank].pid, to, from, bytes)) return PLC_OK;
-    int error = errno;
+    int error = errno, failure = known_failure(comm);
+    if (failure != PLC_OK) return failure; /* it gave up, and its memory is its own again */
     if (rank_is_gone(comm, rank, &left)) return raise_failure(comm, left ? PLC_PEER_LEFT : PLC_PEER_LOST, (int32_t)rank);
     /* Alive but unreadable: it is about to end, or it changed its rights in mid-flight. Either way the call is lost. */
     errno = error;

@@ -27,8 +27,9 @@
 #define CACHE_LINE 64
 #define SEGMENT_MAGIC 0x50414345434f5245ull /* "PACECORE" */
 #define ALIGN_UP(x, a) (((x) + (a) - 1) / (a) * (a))
-#define MIN(a, b) ((a) < (b) ? (a) : (b))
-#define MAX(a, b) ((a) > (b) ? (a) : (b))
+/* Each argument is evaluated once: some of them read what other ranks are changing. */
+#define MIN(a, b) ({ __auto_type a_ = (a); __auto_type b_ = (b); a_ < b_ ? a_ : b_; })
+#define MAX(a, b) ({ __auto_type a_ = (a); __auto_type b_ = (b); a_ > b_ ? a_ : b_; })
 
 enum { STATE_ABSENT = 0, STATE_JOINED = 1, STATE_LEFT = 2 };
 
@@ -79,11 +80,14 @@ struct plc_comm {
     uint32_t phase;    /* last phase this rank arrived at */
     uint32_t slot;     /* which of the two slots the next use writes */
     bool direct;       /* every rank may read every other's memory */
-    uint64_t sequence; /* calls made */
+    _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
+    plc_call *mismatched; /* the calls of the last mismatch, under failure_lock */
     plc_failure failure;
     _Atomic uint32_t failed; /* failure.status, readable without the lock */
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
+    _Atomic uint32_t inside; /* threads of this process inside a call */
+    int32_t owner;           /* the process that joined */
     pthread_mutex_t failure_lock;
 
     /* Asynchronous requests run on one thread, in the order they were submitted. */
@@ -100,7 +104,7 @@ struct plc_comm {
 /* --- wait.c ----------------------------------------------------------------------------------------------------- */
 int64_t now_ns(void);
 int64_t deadline_after(const plc_comm *comm, int64_t timeout_ns);
-/* Wait until word - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters (NULL: all). */
+/* Wait until word - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters (NULL: all others). */
 typedef bool (*needed_fn)(const plc_comm *comm, uint32_t rank, const void *context);
 int wait_for(plc_comm *comm, signal_word *word, uint32_t target, int64_t deadline, needed_fn needed, const void *context);
 /* Wait until the word differs from `seen`, at most until `deadline`: PLC_OK or PLC_TIMEOUT. Checks nothing else. */
@@ -109,6 +113,8 @@ void advance(signal_word *word, uint32_t by); /* add and wake */
 void wake(signal_word *word);
 bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left);
 int raise_failure(plc_comm *comm, uint32_t status, int32_t rank);
+/* The time of rank `whose` was up while it, and this rank, needed others: those are named as missing. */
+int raise_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context);
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);
@@ -116,13 +122,17 @@ void futex_wake_all(_Atomic uint32_t *word);
 /* --- comm.c ----------------------------------------------------------------------------------------------------- */
 unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot);
 channel *channel_of(const plc_comm *comm, uint32_t from, uint32_t to);
+/* Around every call that uses more than the handle: leaving waits until nobody is inside, and nobody enters after. */
+bool step_in(plc_comm *comm);
+void step_out(plc_comm *comm);
 
 /* --- phases.c: the steps of a collective ------------------------------------------------------------------------- */
 typedef struct {
     plc_comm *comm;
     const plc_request *request;
     int64_t deadline;
-    uint32_t slot; /* the slot pair in use */
+    uint32_t slot;  /* the slot pair in use */
+    uint64_t label; /* compared, as the rest of the call */
 } passage;
 uint32_t next_slot(plc_comm *comm);
 int arrive(plc_comm *comm, int64_t deadline); /* one phase */

@@ -104,32 +104,49 @@ INLINE uint16_t store_bf16(float f) {
 
 typedef const kernel (*kernel_table)[PLC_OPS];
 
-static kernel_table choose(const char **name) {
+typedef struct {
+    const char *name;
+    kernel_table table;
+    bool available;
+} instruction_set;
+
+#if defined(__x86_64__)
+#define BASE "sse2" /* part of every x86-64 */
+#elif defined(__aarch64__)
+#define BASE "neon" /* part of every ARMv8 */
+#else
+#define BASE "portable"
+#endif
+
+/* The sets this library knows, best first; the last one is always there. */
+static instruction_set known_set(uint32_t index) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl")) {
-        *name = "avx512";
-        return table_avx512;
-    }
-    if (__builtin_cpu_supports("avx2")) {
-        *name = "avx2";
-        return table_avx2;
-    }
-    *name = "sse2";
-#elif defined(__aarch64__)
-    *name = "neon"; /* part of the base instruction set there */
-#else
-    *name = "portable";
+    if (index == 0)
+        return (instruction_set){"avx512", table_avx512,
+                                 __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")};
+    if (index == 1) return (instruction_set){"avx2", table_avx2, __builtin_cpu_supports("avx2")};
 #endif
-    return table_portable;
+    (void)index;
+    return (instruction_set){BASE, table_portable, true};
+}
+#if defined(__x86_64__)
+#define KNOWN_SETS 3
+#else
+#define KNOWN_SETS 1
+#endif
+
+/* The best one available, or the one with this name. */
+static instruction_set choose(const char *name) {
+    for (uint32_t i = 0; i < KNOWN_SETS; i++) {
+        instruction_set set = known_set(i);
+        if (set.available && (name == NULL || strcmp(name, set.name) == 0)) return set;
+    }
+    return (instruction_set){NULL, NULL, false};
 }
 
-const char *plc_instruction_set(void) {
-    const char *name;
-    choose(&name);
-    return name;
-}
+const char *plc_instruction_set(void) { return choose(NULL).name; }
 
 uint64_t plc_element_bytes(uint32_t dtype) {
     static const uint8_t bytes[PLC_DTYPES] = {
@@ -140,9 +157,8 @@ uint64_t plc_element_bytes(uint32_t dtype) {
 }
 
 static kernel kernel_for(uint32_t dtype, uint32_t op) {
-    const char *name;
     if (dtype >= PLC_DTYPES || op >= PLC_OPS) return NULL;
-    return choose(&name)[dtype][op];
+    return choose(NULL).table[dtype][op];
 }
 
 bool can_reduce(uint32_t dtype, uint32_t op) { return kernel_for(dtype, op) != NULL; }
@@ -161,6 +177,14 @@ int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint6
                      double factor) {
     if (!can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
     reduce_block(out, inputs, ranks, count, dtype, op, factor);
+    return PLC_OK;
+}
+
+int plc_reduce_with(const char *name, void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                    uint32_t dtype, uint32_t op, double factor) {
+    instruction_set set = choose(name);
+    if (set.table == NULL || !can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
+    set.table[dtype][op](out, inputs, ranks, count, factor, ranks);
     return PLC_OK;
 }
 

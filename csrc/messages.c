@@ -175,6 +175,10 @@ static bool begin(plc_comm *comm, post_office *post, uint32_t source) {
     channel *c = channel_of(comm, source, comm->rank);
     if (ring_used(c) < sizeof(head)) return false;
     ring_peek(comm, c, &in->incoming, sizeof(head));
+    if (in->incoming.check != HEAD_CHECK) { /* someone wrote where it should not: nothing in this channel can be trusted */
+        raise_failure(comm, PLC_SYSTEM, (int32_t)source);
+        return false;
+    }
     in->target = waiting_for(comm, post, source, in->incoming.tag);
     in->kept = NULL;
     if (in->target == NULL && !someone_waits_behind(comm, post, source)) return false;
@@ -191,8 +195,10 @@ static bool begin(plc_comm *comm, post_office *post, uint32_t source) {
     return true;
 }
 
-static void end(post_office *post, uint32_t source) {
+static void end(const plc_comm *comm, post_office *post, uint32_t source) {
     inlet *in = &post->inlets[source];
+    /* Its receive may have come while it was put aside; the next message of its tag must not get there first. */
+    if (in->target == NULL && !in->discard) in->target = waiting_for(comm, post, source, in->incoming.tag);
     in->open = false;
     if (in->discard) {
         free(in->kept);
@@ -236,7 +242,7 @@ static bool pull(plc_comm *comm, post_office *post, uint32_t source) {
             ring_bell(comm, source); /* there is room again */
             continue;
         }
-        end(post, source);
+        end(comm, post, source);
         ring_bell(comm, source);
     }
     return moved;
@@ -276,27 +282,55 @@ static void fail_all(plc_message **list, uint32_t status) {
     }
 }
 
-/* PLC_OK while somebody may still answer this message. */
-static int verdict(plc_comm *comm, const plc_message *m, int64_t now) {
-    bool left = false, any_lives = false;
+typedef struct {
+    bool any, gone[PLC_MAX_RANKS], left[PLC_MAX_RANKS];
+} absence;
+
+/* Who is gone. What is moved afterwards includes everything they sent: nobody is given up with a message on its way. */
+static void note_absence(const plc_comm *comm, absence *who) {
+    who->any = false;
     for (uint32_t r = 0; r < comm->ranks; r++) {
+        who->gone[r] = rank_is_gone(comm, r, &who->left[r]);
+        who->any |= who->gone[r];
+    }
+}
+
+/* PLC_OK while somebody may still answer this message. */
+static int verdict(const plc_comm *comm, const plc_message *m, const absence *who, int64_t now) {
+    bool left = false, any_lives = !who->any;
+    for (uint32_t r = 0; r < comm->ranks && !any_lives; r++) {
         bool concerned = m->peer == PLC_ANY_SOURCE ? r != comm->rank : r == (uint32_t)m->peer;
-        if (concerned && !rank_is_gone(comm, r, &left)) any_lives = true;
+        if (concerned && !who->gone[r]) any_lives = true;
+        if (concerned && who->gone[r]) left = who->left[r];
     }
     if (!any_lives) return left ? PLC_PEER_LEFT : PLC_PEER_LOST;
     return now >= m->deadline_ns ? PLC_TIMEOUT : PLC_OK;
 }
 
-static void look_after(plc_comm *comm, post_office *post, plc_message **list) {
+static bool is_peer_of(const plc_comm *comm, uint32_t rank, const void *message) {
+    (void)comm;
+    return (int32_t)rank == ((const plc_message *)message)->peer;
+}
+
+/* The receive is its caller's again: not even its address may be compared with from here on. */
+static void read_past(inlet *in) {
+    in->discard = true;
+    in->target = NULL;
+}
+
+static void look_after(plc_comm *comm, post_office *post, plc_message **list, const absence *who) {
     int64_t now = now_ns();
     for (plc_message *m = *list, *next; m != NULL; m = next) {
         next = m->next;
-        int status = verdict(comm, m, now);
+        int status = verdict(comm, m, who, now);
         if (status == PLC_OK) continue;
         for (uint32_t r = 0; r < comm->ranks; r++)
-            if (post->inlets[r].open && post->inlets[r].target == m) post->inlets[r].discard = true;
+            if (post->inlets[r].open && post->inlets[r].target == m) read_past(&post->inlets[r]);
         /* Half a message cannot be taken back: the channel, and with it the group, is lost. */
-        if (m->is_send && m->moved > 0) raise_failure(comm, (uint32_t)status, m->peer);
+        if (m->is_send && m->moved > 0) {
+            if (status == PLC_TIMEOUT) raise_timeout(comm, comm->rank, is_peer_of, m);
+            else raise_failure(comm, (uint32_t)status, m->peer);
+        }
         take_out(list, m);
         complete(m, (uint32_t)status);
     }
@@ -308,6 +342,7 @@ static void *carry(void *argument) {
     post_office *post = comm->post;
     signal_word *bell = &comm->shared->records[comm->rank].doorbell;
     int64_t next_look = now_ns() + LOOK_AROUND_EVERY_NS;
+    absence who;
     while (!atomic_load(&post->stopping)) {
         uint32_t seen = atomic_load(&bell->value);
         pthread_mutex_lock(&post->lock);
@@ -315,8 +350,10 @@ static void *carry(void *argument) {
         int failure = waiting ? known_failure(comm) : PLC_OK;
         if (failure != PLC_OK) fail_all(&post->sends, (uint32_t)failure), fail_all(&post->receives, (uint32_t)failure);
         if (!moved && waiting && now_ns() >= next_look) {
-            look_after(comm, post, &post->sends);
-            look_after(comm, post, &post->receives);
+            note_absence(comm, &who);
+            moved = move_all(comm, post); /* their last words */
+            look_after(comm, post, &post->sends, &who);
+            look_after(comm, post, &post->receives, &who);
             next_look = now_ns() + LOOK_AROUND_EVERY_NS;
         }
         pthread_mutex_unlock(&post->lock);
@@ -375,13 +412,20 @@ static int post_message(plc_comm *comm, plc_message *m, bool is_send) {
     return status;
 }
 
-int plc_send(plc_comm *comm, plc_message *m) { return post_message(comm, m, true); }
+static int step_in_and_post(plc_comm *comm, plc_message *m, bool is_send) {
+    if (!step_in(comm)) return PLC_ABORTED;
+    int status = post_message(comm, m, is_send);
+    step_out(comm);
+    return status;
+}
 
-int plc_receive(plc_comm *comm, plc_message *m) { return post_message(comm, m, false); }
+int plc_send(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, true); }
+
+int plc_receive(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, false); }
 
 int plc_message_wait(plc_comm *comm, plc_message *m, int64_t timeout_ns) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&m->finished;
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
     int64_t spin_end = now_ns() + comm->config.spin_ns;
     while (atomic_load(finished) == 0) {
         int64_t now = now_ns();

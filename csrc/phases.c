@@ -18,8 +18,10 @@ int arrive(plc_comm *comm, int64_t deadline) {
     signal_word *arrivals = &comm->shared->arrivals;
     uint32_t phase = ++comm->phase;
     uint32_t target = phase * comm->ranks;
+    bool last = atomic_fetch_add(&arrivals->value, 1) + 1 == target;
+    /* After the count: a rank that dies between the two is one that did not arrive, and not one that nobody misses. */
     atomic_store_explicit(&comm->shared->records[comm->rank].phase, phase, memory_order_release);
-    if (atomic_fetch_add(&arrivals->value, 1) + 1 == target) {
+    if (last) {
         wake(arrivals);
         return PLC_OK;
     }
@@ -54,7 +56,7 @@ int meet(passage *at, uint64_t count) {
     segment *shared = comm->shared;
     shared->records[comm->rank].calls[at->slot] = (plc_call){
         .sequence = comm->sequence, .kind = q->kind, .dtype = q->dtype, .op = q->op, .root = q->root,
-        .count = count, .label = q->label};
+        .count = count, .label = at->label};
     shared->records[comm->rank].input_at[at->slot] = (uint64_t)(uintptr_t)q->input;
     shared->records[comm->rank].output_at[at->slot] = (uint64_t)(uintptr_t)q->output;
     int status = arrive(comm, at->deadline);

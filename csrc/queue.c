@@ -13,6 +13,13 @@ static bool request_is_sound(const plc_comm *comm, const plc_request *q) {
     return !rooted || (q->root >= 0 && (uint32_t)q->root < comm->ranks);
 }
 
+/* For the error, which may be asked for when the next call has been compared already. */
+static void keep_calls(plc_comm *comm) {
+    pthread_mutex_lock(&comm->failure_lock);
+    memcpy(comm->mismatched, comm->last_calls, comm->ranks * sizeof *comm->mismatched);
+    pthread_mutex_unlock(&comm->failure_lock);
+}
+
 static int execute(plc_comm *comm, const plc_request *q) {
     static int (*const collectives[PLC_KINDS])(passage *) = {
         [PLC_BARRIER] = run_barrier,     [PLC_ALLREDUCE] = run_allreduce, [PLC_REDUCE] = run_reduce,
@@ -22,9 +29,11 @@ static int execute(plc_comm *comm, const plc_request *q) {
     if (!request_is_sound(comm, q)) return PLC_INVALID;
     int failure = known_failure(comm);
     if (failure != PLC_OK) return failure;
-    comm->sequence++;
-    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm)};
-    return collectives[q->kind](&at);
+    atomic_fetch_add_explicit(&comm->sequence, 1, memory_order_relaxed); /* written by one thread at a time */
+    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm), q->label};
+    int status = collectives[q->kind](&at);
+    if (status == PLC_MISMATCH) keep_calls(comm);
+    return status;
 }
 
 static void finish(plc_request *q, int status) {
@@ -63,6 +72,7 @@ static void *work(void *argument) {
 
 /* With the lock held. */
 static int append(plc_comm *comm, plc_request *q) {
+    if (comm->stopping) return PLC_ABORTED; /* nobody would run it */
     if (!comm->worker_started) {
         int error = pthread_create(&comm->worker, NULL, work, comm);
         if (error != 0) {
@@ -82,13 +92,15 @@ static int append(plc_comm *comm, plc_request *q) {
 }
 
 int plc_submit(plc_comm *comm, plc_request *q) {
+    if (!step_in(comm)) return PLC_ABORTED;
     pthread_mutex_lock(&comm->queue_lock);
     int status = append(comm, q);
     pthread_mutex_unlock(&comm->queue_lock);
+    step_out(comm);
     return status;
 }
 
-int plc_run(plc_comm *comm, plc_request *q) {
+static int run_in_turn(plc_comm *comm, plc_request *q) {
     pthread_mutex_lock(&comm->queue_lock);
     bool idle = comm->queue_head == NULL && !comm->running;
     int status = PLC_OK;
@@ -106,11 +118,17 @@ int plc_run(plc_comm *comm, plc_request *q) {
     return status;
 }
 
+int plc_run(plc_comm *comm, plc_request *q) {
+    if (!step_in(comm)) return PLC_ABORTED;
+    int status = run_in_turn(comm, q);
+    step_out(comm);
+    return status;
+}
+
 /* A request ends by itself at its own deadline, so waiting without a limit is safe; a limit makes it PLC_PENDING. */
 int plc_request_wait(plc_comm *comm, plc_request *q, int64_t timeout_ns) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : now_ns() + timeout_ns;
-    (void)comm;
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
     while (atomic_load(finished) == 0) {
         int64_t left = deadline - now_ns();
         if (left <= 0) return PLC_PENDING;

@@ -7,11 +7,13 @@ int run_reduce_scatter(passage *at) {
     plc_comm *comm = at->comm;
     const plc_request *q = at->request;
     uint64_t element = plc_element_bytes(q->dtype), part = comm->config.slot_bytes / comm->ranks / 16 * 16;
-    uint64_t longest = 0, total = 0;
+    uint64_t longest = 0, total = 0, blocks = 0;
     for (uint32_t r = 0; r < comm->ranks; r++) {
         longest = MAX(longest, q->in_counts[r]);
-        total = total * 1000003u + q->in_counts[r]; /* uneven blocks must be the same on every rank */
+        total += q->in_counts[r];
+        blocks = blocks * 1000003u + q->in_counts[r];
     }
+    at->label = blocks; /* uneven blocks must be the same on every rank; a reduction has no other use for the label */
     for (uint64_t done = 0; done == 0 || done < longest * element; done += part) {
         if (done > 0) at->slot = next_slot(comm);
         unsigned char *parts = slot_of(comm, comm->rank, at->slot);

@@ -83,29 +83,36 @@ bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left) {
 }
 
 static uint64_t pack(uint32_t status, int32_t rank) { return ((uint64_t)status << 32) | (uint32_t)rank; }
+static uint32_t status_in(uint64_t word) { return (uint32_t)(word >> 32); }
+static int32_t rank_in(uint64_t word) { return (int32_t)(uint32_t)word; }
+
+static bool is_needed(const plc_comm *comm, uint32_t rank, needed_fn needed, const void *context) {
+    return needed == NULL ? rank != comm->rank : needed(comm, rank, context);
+}
 
 /* Record a failure for this rank, and for peers that come later. The first one wins. */
-int raise_failure(plc_comm *comm, uint32_t status, int32_t rank) {
+static int record(plc_comm *comm, const plc_failure *failure) {
     uint64_t none = 0;
-    /* What peers are told: who died, or that this rank gave up. */
-    uint64_t word = status == PLC_TIMEOUT ? pack(PLC_ABORTED, (int32_t)comm->rank) : pack(status, rank);
-    atomic_compare_exchange_strong(&comm->shared->failure, &none, word);
+    atomic_compare_exchange_strong(&comm->shared->failure, &none, pack(failure->status, failure->rank));
     pthread_mutex_lock(&comm->failure_lock);
-    if (comm->failure.status == PLC_OK) {
-        comm->failure.status = status;
-        comm->failure.rank = rank;
-        comm->failure.sequence = comm->sequence;
-        comm->failure.missing_count = 0;
-        for (uint32_t r = 0; r < comm->ranks; r++) {
-            uint32_t at = atomic_load(&comm->shared->records[r].phase);
-            if ((int32_t)(at - comm->phase) < 0) comm->failure.missing[comm->failure.missing_count++] = r;
-        }
-    }
-    status = comm->failure.status;
+    if (comm->failure.status == PLC_OK) comm->failure = *failure;
+    uint32_t status = comm->failure.status;
     atomic_store(&comm->failed, status);
     pthread_mutex_unlock(&comm->failure_lock);
     futex_wake_all(&comm->shared->arrivals.value); /* sleepers look again and find the failure */
     return (int)status;
+}
+
+int raise_failure(plc_comm *comm, uint32_t status, int32_t rank) {
+    plc_failure failure = {.status = status, .rank = rank, .sequence = atomic_load(&comm->sequence)};
+    return record(comm, &failure);
+}
+
+int raise_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context) {
+    plc_failure failure = {.status = PLC_TIMEOUT, .rank = (int32_t)whose, .sequence = atomic_load(&comm->sequence)};
+    for (uint32_t r = 0; r < comm->ranks; r++)
+        if (is_needed(comm, r, needed, context)) failure.missing[failure.missing_count++] = r;
+    return record(comm, &failure);
 }
 
 int known_failure(plc_comm *comm) {
@@ -113,24 +120,36 @@ int known_failure(plc_comm *comm) {
     if (atomic_load(&comm->leaving)) return PLC_ABORTED;
     uint64_t word = atomic_load_explicit(&comm->shared->failure, memory_order_acquire);
     if (word == 0) return PLC_OK;
-    return raise_failure(comm, (uint32_t)(word >> 32), (int32_t)(uint32_t)word);
+    /* A peer gave up waiting. That is no time-out of ours: it may be this rank that was late. */
+    return raise_failure(comm, status_in(word) == PLC_TIMEOUT ? PLC_ABORTED : status_in(word), rank_in(word));
+}
+
+/* A peer gave up waiting for ranks that this one waits for as well: the same time-out, told with who is missing. */
+static bool shares_timeout(plc_comm *comm, needed_fn needed, const void *context, uint32_t *whose) {
+    uint64_t word = atomic_load_explicit(&comm->shared->failure, memory_order_acquire);
+    *whose = (uint32_t)rank_in(word);
+    return status_in(word) == PLC_TIMEOUT && atomic_load(&comm->failed) == PLC_OK && !atomic_load(&comm->leaving) &&
+           !is_needed(comm, *whose, needed, context);
 }
 
 static int look_around(plc_comm *comm, signal_word *word, uint32_t target, int64_t deadline, needed_fn needed,
                        const void *context) {
+    uint32_t whose;
     if (reached(word, target)) return PLC_OK;
+    if (shares_timeout(comm, needed, context, &whose))
+        return reached(word, target) ? PLC_OK : raise_timeout(comm, whose, needed, context);
     int failure = known_failure(comm);
     if (failure != PLC_OK) return reached(word, target) ? PLC_OK : failure;
     for (uint32_t r = 0; r < comm->ranks; r++) {
         bool left;
-        if (needed != NULL && !needed(comm, r, context)) continue;
-        if (!rank_is_gone(comm, r, &left)) continue;
+        if (!is_needed(comm, r, needed, context) || !rank_is_gone(comm, r, &left)) continue;
         /* It may have done its part before it went. */
         if (reached(word, target)) return PLC_OK;
-        if (needed != NULL && !needed(comm, r, context)) continue;
+        if (!is_needed(comm, r, needed, context)) continue;
         return raise_failure(comm, left ? PLC_PEER_LEFT : PLC_PEER_LOST, (int32_t)r);
     }
-    if (now_ns() >= deadline) return reached(word, target) ? PLC_OK : raise_failure(comm, PLC_TIMEOUT, -1);
+    if (now_ns() >= deadline)
+        return reached(word, target) ? PLC_OK : raise_timeout(comm, comm->rank, needed, context);
     return PLC_PENDING;
 }
 

@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 1
+#define PLC_ABI_VERSION 2
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -110,7 +110,7 @@ typedef struct {
 
 typedef struct {
     uint32_t status;
-    int32_t rank;           /* the peer concerned, -1 if none */
+    int32_t rank;           /* the peer concerned, -1 if none; for PLC_TIMEOUT the rank whose time was up */
     uint64_t sequence;      /* call in which it was noticed */
     uint32_t missing_count;
     uint32_t missing[PLC_MAX_RANKS]; /* ranks that had not arrived */
@@ -123,6 +123,9 @@ PLC_API uint64_t plc_element_bytes(uint32_t dtype);
 /* out = op over inputs[0..ranks-1], in that order, with the arithmetic of ALLREDUCE. */
 PLC_API int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype,
                              uint32_t op, double factor);
+/* The same with the instructions of one set by name ("avx2"), to compare them; PLC_INVALID where there are none. */
+PLC_API int plc_reduce_with(const char *instruction_set, void *out, const void *const *inputs, uint32_t ranks,
+                            uint64_t count, uint32_t dtype, uint32_t op, double factor);
 /* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue elsewhere. */
 PLC_API int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor);
 /* A digest of bytes, the same on every machine of one byte order. */
@@ -138,10 +141,14 @@ PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, 
                           const plc_config *config, const int *pidfds, plc_comm **out);
 /* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
 PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
+/* Give up the seat: peers are told, waits of this rank's other threads end with PLC_ABORTED, as do later calls. Memory
+ * and threads are released; the handle itself stays valid until plc_comm_free, which the last user calls. In a forked
+ * child neither touches what belongs to the parent. */
 PLC_API void plc_comm_leave(plc_comm *comm);
+PLC_API void plc_comm_free(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
-PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's last compared call */
+PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's call in the last mismatch */
 PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
 /* Say and read a pid, so that peers can name each other. */
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
@@ -163,7 +170,9 @@ PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeo
 /* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
 typedef struct plc_arena plc_arena;
 PLC_API uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets);
-PLC_API int plc_arena_open(plc_comm *comm, int fd, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out);
+/* Map through a descriptor of plc_arena_bytes zero bytes, or use an existing mapping when fd is -1 (ranks as threads). */
+PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets,
+                           plc_arena **out);
 PLC_API void plc_arena_close(plc_arena *arena);
 PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
 /* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks. */
@@ -174,6 +183,12 @@ PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
 /* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
 
+/* --- flags: words in shared memory that one process raises and another waits for; no communicator needed ---------- */
+PLC_API uint64_t plc_flag_bytes(void); /* memory of a flag, aligned to as much, zero at first */
+PLC_API void plc_flag_raise(void *flag); /* adds one */
+/* Wait until the flag was raised `target` times (modulo 2^32). PLC_PEER_LOST if the process behind pidfd ended first,
+ * PLC_PENDING after timeout_ns: wait again. */
+PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_ns, int64_t timeout_ns);
 /* Notes: a few numbers that ride along. A rank writes its note, then counts itself in; whoever sees a bucket complete
  * sees the notes all ranks wrote before it. Every rank writes the same sequence of notes. Returns the note's number. */
 #define PLC_NOTE_NUMBERS 8

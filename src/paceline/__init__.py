@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint import load, save
     from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
+    from paceline.dp import DataParallel
     from paceline.launch.group import (
         destroy_process_group,
         init_process_group,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
     "DataLoader": "paceline.data",
+    "DataParallel": "paceline.dp",
     "DistributedSampler": "paceline.data",
     "Evaluation": "paceline.data",
     "GlobalBatchSampler": "paceline.data",
@@ -87,6 +89,7 @@ __all__ = [
     "replicate",
     "replica_of",
     "DataLoader",
+    "DataParallel",
     "DistributedSampler",
     "Evaluation",
     "GlobalBatchSampler",

@@ -189,9 +189,13 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
 
 
 def test_interrupted_while_torch_is_being_imported(tmp_path):
+    """A slow module stands for torch: it says when its import has begun."""
+    up = tmp_path / "up"
+    text = f"import pathlib, time\npathlib.Path({str(up)!r}).write_text('up')\ntime.sleep(300)"
+    write_script(tmp_path, text, "slow.py")
     script = write_script(tmp_path, "print('never')")
-    with launched(run_command(script, options=("--preload=torch",))) as job:
-        time.sleep(0.6)
+    with launched(run_command(script, options=("--preload=slow",))) as job:
+        wait_for_files(up)
         os.kill(job.process.pid, signal.SIGINT)
         assert job.wait() == 130
         assert job.left_after(2.0) == []

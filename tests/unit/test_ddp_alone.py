@@ -117,6 +117,7 @@ def test_a_gradient_someone_kept_is_not_overwritten():
     bucket.scatter({0})
     piece = parameter.grad[1:]  # a slice keeps no reference to the tensor object, only to its memory
     parameter.grad = torch.full((3,), 3.0)
+    bucket.prepare()
     bucket.gather({0}, contribute=True)
     assert piece.tolist() == [2.0] * 2
     assert kept.tolist() == [1.0] * 3

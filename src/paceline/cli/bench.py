@@ -12,6 +12,7 @@ __all__ = ["add_arguments", "run"]
 _BENCHMARKS: dict[str, tuple[str, str]] = {
     "collectives": ("paceline.cli.benchmarks.collectives", "all-reduce of every size against Gloo and Open MPI"),
     "launch": ("paceline.cli.benchmarks.launch", "from the command to the first training step, beside torchrun"),
+    "dp": ("paceline.cli.benchmarks.dp", "training steps under DataParallel against torch's, the bare module and DDP"),
     "ddp": ("paceline.cli.benchmarks.ddp", "training steps of six models against torch's DistributedDataParallel"),
     "observe": ("paceline.cli.benchmarks.observe", "what the status page and the timeline cost a step"),
     "sampler": ("paceline.cli.benchmarks.sampler", "shuffled indices for one rank: time, memory, throughput"),

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import enum
 import itertools
-import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
+from sys import getrefcount
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-# sys.getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
+# getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
 _OWN_REFERENCES = 2
+_REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pairs
 
 __all__ = ["Bucket", "DenseBucket", "SparseBucket", "State"]
 
@@ -49,7 +50,7 @@ class Bucket:
         self.state = State.FILLING
 
     def prepare(self) -> None:
-        """Take memory, if that has not happened yet."""
+        """Before a backward: take memory, if that has not happened yet or if a caller still uses it."""
 
     def vacate(self) -> None:
         """Leave that memory."""
@@ -106,27 +107,31 @@ class DenseBucket(Bucket):
         self._flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self._references = 0
+        self._placed = False  # every `.grad` lies in the bucket already
         self._kept: dict[int, torch.Tensor] = {}  # gradients of parameters this backward did not touch
 
     @property
     def flat(self) -> torch.Tensor:
-        self.prepare()
+        if self._flat is None:
+            self.prepare()
         assert self._flat is not None
         return self._flat
 
     def prepare(self) -> None:
         if self._flat is None or _storage_references(self._flat) > self._references:
             # The second case: a caller holds a slice of last step's gradients. Leave it that memory, take other.
-            self._move_to(self._allocate(self.nbytes, self.device))
-
-    def _move_to(self, memory: torch.Tensor | None) -> None:
-        if memory is None:
+            memory = self._allocate(self.nbytes, self.device)
+            if memory is not None:
+                self._lay_out(memory)
+            del memory  # it would count as a reference
             assert self._flat is not None
             self._references = _storage_references(self._flat)
-            return
-        self._flat = memory.view(self.dtype)
+
+    def _lay_out(self, memory: torch.Tensor) -> None:
+        self._flat = torch.empty(0, dtype=self.dtype, device=self.device).set_(
+            memory.untyped_storage(), memory.storage_offset() // self.dtype.itemsize, (self.numel,), (1,)
+        )
         self.views = [self._view(position) for position in range(self.size)]
-        self._references = _storage_references(self._flat)
 
     def take(self, position: int) -> None:
         parameter = self.parameters[position]
@@ -152,7 +157,7 @@ class DenseBucket(Bucket):
 
     def _vacant(self, position: int) -> torch.Tensor:
         """The place of a gradient that is about to be overwritten. If a caller kept last step's, it gets a copy."""
-        if sys.getrefcount(self.views[position]) > _OWN_REFERENCES:
+        if getrefcount(self.views[position]) > _OWN_REFERENCES:
             kept = self.views[position]
             copy = kept.clone()
             kept.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
@@ -160,7 +165,12 @@ class DenseBucket(Bucket):
         return self.views[position]
 
     def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
-        self.prepare()
+        if self._flat is None:
+            self.prepare()
+        self._placed = False
+        if contribute and len(used) == self.size and self._place_all():
+            self._placed = True
+            return set(used)
         used = {position for position in used if self.parameters[position].grad is not None}
         if len(used) < self.size:
             self._keep(position for position in range(self.size) if position not in used)
@@ -169,6 +179,25 @@ class DenseBucket(Bucket):
         else:
             self.flat.zero_()
         return used
+
+    def _place_all(self) -> bool:
+        """The usual case in one pass: every gradient is there and moves in for good. False if one is special."""
+        if self._converts:
+            return False
+        targets, sources, homeless = [], [], []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is view:
+                continue
+            if gradient is None or gradient.requires_grad or getrefcount(view) > _REFERENCES_IN_LOOP:
+                return False
+            targets.append(view)
+            sources.append(gradient)
+            homeless.append(parameter)
+        self._copy(targets, sources)
+        for parameter, view in zip(homeless, targets, strict=True):
+            parameter.grad = view
+        return True
 
     def _copy_in(self) -> None:
         targets, sources = [], []
@@ -219,6 +248,8 @@ class DenseBucket(Bucket):
             self.flat.copy_(result.view_as(self.flat))
 
     def scatter(self, used_anywhere: Collection[int]) -> None:
+        if self._placed and len(used_anywhere) == self.size:
+            return
         everything = len(used_anywhere) == self.size
         for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             gradient = parameter.grad

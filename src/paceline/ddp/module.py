@@ -356,7 +356,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if not self._lazy_init_ran:
             self._lazy_init()
         if torch.is_grad_enabled():
-            if any(one.requires_grad for one in (*self._frozen, *self.reducer.unhooked)):
+            watched = self._frozen or self.reducer.unhooked
+            if watched and any(one.requires_grad for one in (*self._frozen, *self.reducer.unhooked)):
                 self._follow_unfreezing()
             self._count = self._stated_count if self._stated_count is not None else first_batch_size(inputs, kwargs)
         if self._transport is not None:

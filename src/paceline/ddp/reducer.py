@@ -149,6 +149,7 @@ class Reducer:
         self._skip_unused = skip_unused
         self._check_finite = check_finite
         self._counted = False
+        self._used_count = 0
         self._hold_always = False
         self._mode = _Mode.IDLE
         self._task = -1
@@ -316,6 +317,7 @@ class Reducer:
         self._task = task
         self._next = 0
         self._begun = self._counted = False
+        self._used_count = 0
         self._trouble = None
         recorder.phase(_BACKWARD)
         self._filling_since = time.monotonic_ns()
@@ -409,7 +411,8 @@ class Reducer:
         self._begun = True
         failed = self._trouble is not None
         contribution = self.window.contribution()
-        self.transport.begin(Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused()))
+        signal = Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused())
+        self.transport.begin(signal, alone=len(self.buckets) == 1)
         if self.transport.asks_first:
             self._enter_wait(at_end=False)
             try:
@@ -429,7 +432,8 @@ class Reducer:
             self.transport.close(Signal(Call.CLOSE, failed=failed, unused=self._has_unused()))
 
     def _has_unused(self) -> bool:
-        return len(self._used()) < len(self.managed)
+        """Known once every bucket has been gathered: at the end of a step, which is where it is asked."""
+        return self._used_count < len(self.managed)
 
     def _used(self) -> set[int]:
         return self._used_since_exchange.union(self._arrived) - self._silent
@@ -441,7 +445,9 @@ class Reducer:
             reached = self._used_in(bucket)
             empty = self._by_samples and self.window.contribution().empty
             used = bucket.gather(reached, contribute=not empty)
-            self._silent.update(bucket.members[position] for position in reached - used)
+            self._used_count += len(used)
+            if len(used) < len(reached):
+                self._silent.update(bucket.members[position] for position in reached - used)
             if self._check_finite and not bucket.is_finite():
                 self._name_non_finite(bucket)
             self._begin()
@@ -636,6 +642,7 @@ class Reducer:
 
     def _answer_backward(self) -> None:
         self._mode, self._begun, self._next, self._trouble = _Mode.SYNCING, True, 0, None
+        self._used_count = 0
         try:
             with torch.no_grad():
                 self._send_nothing()
@@ -656,6 +663,9 @@ class Reducer:
 
     def _check(self, signals: Sequence[Signal]) -> None:
         """Everybody sees the same signals, so everybody raises or nobody does."""
+        first = signals[0]
+        if not first.failed and signals.count(first) == len(signals):
+            return
         if any(signal.failed for signal in signals):
             self._raise_failure(signals)
         common_call(signals, self.label)

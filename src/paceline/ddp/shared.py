@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from paceline.ddp.buckets import Bucket, DenseBucket
 from paceline.ddp.reducer import Managed
-from paceline.ddp.signals import Signal
+from paceline.ddp.signals import Call, Signal
 from paceline.ddp.transport import Transport
 from paceline.groups import PacelineGroup
 from paceline.groups.engine import HostEngine, core_dtype
@@ -46,6 +46,10 @@ class SharedTransport(Transport):
         self._defined = 1
         self.forget()
         self._began: list[Signal] | None = None
+        self._arrived = True
+        self._weighing: tuple[bool, bool] | None = None
+        self._own = Signal(Call.ANSWER)
+        self._own_row: list[float] = []
         self._note = self._last = 0
         self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
 
@@ -70,14 +74,23 @@ class SharedTransport(Transport):
         self._next_byte = -(-end // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=start)
 
-    def begin(self, signal: Signal) -> None:
+    def begin(self, signal: Signal, *, alone: bool = False) -> None:
         self._began = None
-        self._arena.weigh(by_samples=self.by_samples, divide_by_ranks=self.divide_by_world)
-        self._note = self._last = self._arena.note(signal.pack(), weighs=True)
-        self._arena.ready(_SIGNALS)
+        weighing = (self.by_samples, self.divide_by_world)
+        if weighing != self._weighing:
+            self._weighing = weighing
+            self._arena.weigh(by_samples=weighing[0], divide_by_ranks=weighing[1])
+        self._note = self._last = self._write(signal, weighs=True)
+        self._arrived = not alone
+        if self._arrived:
+            self._arena.ready(_SIGNALS)
 
     def began(self) -> list[Signal]:
         if self._began is None:
+            if not self._arrived:
+                # Counted in after the only bucket: who has waited for this signal finds the bucket complete too.
+                self._arrived = True
+                self._arena.ready(_SIGNALS)
             self._arena.finish(_SIGNALS)
             self._began = self._read(self._note)
         return self._began
@@ -99,7 +112,7 @@ class SharedTransport(Transport):
         return number
 
     def close(self, signal: Signal) -> None:
-        self._last = self._arena.note(signal.pack())
+        self._last = self._write(signal, weighs=False)
 
     def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
@@ -115,5 +128,12 @@ class SharedTransport(Transport):
         self.group.allreduce([result]).wait()
         return result
 
+    def _write(self, signal: Signal, *, weighs: bool) -> int:
+        self._own, self._own_row = signal, signal.pack()
+        return self._arena.note(self._own_row, weighs=weighs)
+
     def _read(self, number: int) -> list[Signal]:
-        return [Signal.unpack(row) for row in self._arena.notes(number)]
+        rows = self._arena.notes(number)
+        if number == self._last and rows.count(self._own_row) == self.world:
+            return [self._own] * self.world  # the usual case: everybody says the same
+        return [Signal.unpack(row) for row in rows]

@@ -50,7 +50,8 @@ class Transport(abc.ABC):
         return self.began()
 
     @abc.abstractmethod
-    def begin(self, signal: Signal) -> None: ...
+    def begin(self, signal: Signal, *, alone: bool = False) -> None:
+        """`alone`: exactly one bucket will follow, at once."""
 
     @abc.abstractmethod
     def began(self) -> list[Signal]:
@@ -109,7 +110,8 @@ class GroupTransport(Transport):
         self._closing: tuple[torch.Tensor, Any] | None = None
         self._in_flight: list[tuple[Any, Bucket]] = []
 
-    def begin(self, signal: Signal) -> None:
+    def begin(self, signal: Signal, *, alone: bool = False) -> None:
+        del alone
         self._weight = None
         self._signals, self._begin_work = self._send(signal)
 

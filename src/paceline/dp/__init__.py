@@ -1,1 +1,6 @@
-"""To come."""
+"""DataParallel: one module, one line, all cores or accelerators. Scatter -> replicas -> gather."""
+
+from paceline.dp.module import DataParallel
+from paceline.dp.structure import Whole
+
+__all__ = ["DataParallel", "Whole"]

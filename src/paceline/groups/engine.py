@@ -136,11 +136,18 @@ class _RequestTicket:
     def __del__(self) -> None:
         # A dropped asynchronous call still has to run: the peers count on it, and the core writes to this memory.
         if not self._request.finished and self._comm.is_open:
-            _orphans.append((self._request, self._keep))
-            _orphans[:] = [orphan for orphan in _orphans if not orphan[0].finished]
+            _adopt(self._request, self._keep)
 
 
-_orphans: list[tuple[Any, Any]] = []  # requests under way that nobody waits for
+_orphans: dict[int, tuple[Any, Any]] = {}  # requests under way that nobody waits for
+
+
+def _adopt(call: Any, keep: Any) -> None:
+    """Keep what the core still points to. Runs in any thread, also in the middle of itself: each step is atomic."""
+    _orphans[id(call)] = (call, keep)
+    for key, (other, _) in list(_orphans.items()):
+        if other.finished:
+            _orphans.pop(key, None)
 
 
 class _MessageTicket:
@@ -159,8 +166,7 @@ class _MessageTicket:
 
     def __del__(self) -> None:
         if not self._message.finished and self._comm.is_open:
-            _orphans.append((self._message, self._keep))
-            _orphans[:] = [orphan for orphan in _orphans if not orphan[0].finished]
+            _adopt(self._message, self._keep)
 
 
 class HostEngine:

@@ -73,7 +73,7 @@ class BucketArena:
             descriptor,
             _,
         ):
-            status = core.plc_arena_open(comm.handle, descriptor, bytes_per_rank, buckets, C.byref(handle))
+            status = core.plc_arena_open(comm.handle, descriptor, None, bytes_per_rank, buckets, C.byref(handle))
             if status != Status.OK:
                 raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
         return cls(comm, handle, bytes_per_rank, buckets)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ctypes as C
 import os
+import select
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -39,9 +41,20 @@ _RING_BYTES = 64 * 1024
 _RING_BYTES_MANY_RANKS = 16 * 1024
 _MANY_RANKS = 16
 _SPIN_NS = 100_000
+_ENDING_MS = 300
 _SPIN_NS_CROWDED = 2_000  # more ranks than cores: whoever spins keeps a peer from running
 
 _pid_watch = PidWatch()
+_seats: weakref.WeakSet[Communicator] = weakref.WeakSet()
+
+
+def _give_up_seats_after_fork() -> None:
+    """A forked child is no rank: a call of its own would be counted as one of its parent's."""
+    for comm in list(_seats):
+        comm._handle = None
+
+
+os.register_at_fork(after_in_child=_give_up_seats_after_fork)
 
 
 class Communicator:
@@ -62,6 +75,9 @@ class Communicator:
         self.timeout = timeout
         self._run = self._core.plc_run
         self._allreduce = self._core.plc_allreduce
+        # Freed when no thread can be inside a method any more. Not at exit: the process's end tells the peers more.
+        weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
+        _seats.add(self)
 
     # --- life --------------------------------------------------------------------------------------
     @classmethod
@@ -90,25 +106,31 @@ class Communicator:
         handle = C.c_void_p()
         local = list(ranks).index(rank)
         watched = [int(pids[other]) for other in ranks]
-        with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
-            descriptors = _watch(watched, local)
-            status = core.plc_comm_join(
-                descriptor,
-                None,
-                local,
-                size,
-                (C.c_uint64 * 2)(*nonce),
-                config,
-                (C.c_int * size)(*descriptors),
-                C.byref(handle),
-            )
-            if status != Status.OK:
-                _unwatch(watched, local)
-            _check(status, "join the segment")
-        comm = cls(handle, local, watched, ranks, timeout)
-        status = core.plc_comm_settle(handle, allow_direct)
-        if status:
-            raise comm.error(status, Kind.BARRIER)
+        comm: Communicator | None = None
+        try:
+            with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
+                descriptors = _watch(watched, local)
+                status = core.plc_comm_join(
+                    descriptor,
+                    None,
+                    local,
+                    size,
+                    (C.c_uint64 * 2)(*nonce),
+                    config,
+                    (C.c_int * size)(*descriptors),
+                    C.byref(handle),
+                )
+                if status != Status.OK:
+                    _unwatch(watched, local)
+                _check(status, "join the segment")
+                comm = cls(handle, local, watched, ranks, timeout)
+            status = core.plc_comm_settle(handle, allow_direct)
+            if status:
+                raise comm.error(status, Kind.BARRIER)
+        except BaseException:
+            if comm is not None:
+                comm.leave()  # a peer could not join: nothing of ours stays mapped
+            raise
         return comm
 
     def leave(self) -> None:
@@ -132,7 +154,10 @@ class Communicator:
     def handle(self) -> C.c_void_p:
         """The core's handle; raises once the group is gone."""
         if self._handle is None:
-            raise GroupError("this process group was destroyed; call init_process_group again to use it")
+            raise GroupError(
+                "this process group was destroyed, or belongs to the process this one was forked from; "
+                "call init_process_group here to use one"
+            )
         return self._handle
 
     # --- collectives -------------------------------------------------------------------------------
@@ -199,10 +224,14 @@ class Communicator:
         if status == Status.SYSTEM:
             number = C.get_errno()
             return NativeError(f"rank {self._me}: {Kind.NAMES[kind]}: the system refused: {os.strerror(number)}")
-        failure = native.Failure()
-        self._core.plc_comm_failure(self.handle, C.byref(failure))
+        failure = self._failure()
         where = f"in {Kind.NAMES[kind]} (call {failure.sequence})"
         return self._group_error(status, failure, where)
+
+    def _failure(self) -> native.Failure:
+        failure = native.Failure()
+        self._core.plc_comm_failure(self.handle, C.byref(failure))
+        return failure
 
     @property
     def _me(self) -> int:
@@ -211,8 +240,11 @@ class Communicator:
     def _group_error(self, status: int, failure: native.Failure, where: str) -> Exception:
         if status == Status.TIMEOUT:
             missing = [failure.missing[i] for i in range(failure.missing_count)]
+            whose = self.names[failure.rank]
+            told = "" if whose == self._me else f"rank {self._me} stopped {where}: "
             return CollectiveTimeout(
-                f"rank {self._me} reached the timeout of {self.timeout.total_seconds():g} s {where}, waiting for "
+                f"{told}rank {whose} reached the timeout of {self.timeout.total_seconds():g} s "
+                f"{where if whose == self._me else 'in the same call'}, waiting for "
                 + "; ".join(f"rank {self.names[r]} ({self._condition(r)})" for r in missing)
                 + ". Give the late rank more time (`timeout=` of init_process_group) or see where it is stuck: "
                 "all ranks must make the same calls in the same order",
@@ -236,7 +268,7 @@ class Communicator:
 
     def _peer_lost(self, local: int, where: str) -> PeerLost:
         pid, name = self._pids[local], self.names[local]
-        code = _exit_code(pid)
+        code = _exit_code_when_ended(pid)
         return PeerLost(
             f"rank {name} (pid {pid}) was lost while rank {self._me} waited for it {where}: it {describe_exit(code)}. "
             "Its own output tells why; this group cannot be used again",
@@ -270,25 +302,37 @@ class Communicator:
             )
         if status == Status.INVALID:
             return ConfigError(f"rank {self._me}: {what}: there is no such peer in a group of {self.size}")
-        if status == Status.TIMEOUT:
-            local = message.peer
-            state = "" if local == ANY_SOURCE else f" ({self._condition(local)})"
-            return CollectiveTimeout(
-                f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
-                missing=[] if local == ANY_SOURCE else [self.names[local]],
-            )
-        if status in (Status.PEER_LOST, Status.PEER_LEFT) and message.peer != ANY_SOURCE:
-            failure = native.Failure(status=status, rank=message.peer)
-            return self._group_error(status, failure, f"in {what}")
+        if status == Status.TIMEOUT and self._failure().status != status:
+            return self._message_timeout(message, what)
         if status in (Status.PEER_LOST, Status.PEER_LEFT):
+            return self._message_lost(status, message, what)
+        if status == Status.SYSTEM:
+            return self.error(status, Kind.BARRIER)
+        return self._group_error(status, self._failure(), f"in {what}")
+
+    def _message_timeout(self, message: Message, what: str) -> CollectiveTimeout:
+        known = message.peer != ANY_SOURCE
+        state = f" ({self._condition(message.peer)})" if known else ""
+        return CollectiveTimeout(
+            f"rank {self._me}: {what}{state} did not finish in {self.timeout.total_seconds():g} s",
+            missing=[self.names[message.peer]] if known else [],
+        )
+
+    def _message_lost(self, status: int, message: Message, what: str) -> Exception:
+        failure = self._failure()
+        if failure.status == status:  # the whole group failed, perhaps for another peer than this message's
+            return self._group_error(status, failure, f"in {what}")
+        if message.peer == ANY_SOURCE:
             return PeerLost(f"rank {self._me}: {what}: every other rank has ended or left the group")
-        return self.error(status, Kind.BARRIER)
+        return self._group_error(status, native.Failure(status=status, rank=message.peer), f"in {what}")
 
 
 def describe_call(call: native.CallRecord) -> str:
     """One rank's call in a line: "all_reduce of 10 float32, SUM (call 3)"."""
     name = Kind.NAMES[call.kind]
     text = name if call.kind == Kind.BARRIER else f"{name} of {call.count} {DTYPE_NAMES[call.dtype]}"
+    if DTYPE_NAMES[call.dtype] == "bytes" and call.label:
+        text += f" ({call.label.to_bytes(8, 'little').lstrip(bytes(1)).decode(errors='replace')})"
     if call.kind in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER):
         text += f", {OP_NAMES[call.op]}"
     if call.kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER):
@@ -333,6 +377,16 @@ def _unwatch(pids: Sequence[int], mine: int) -> None:
 
 def _exit_code(pid: int) -> int | None:
     descriptor = _pid_watch.peek(pid)
+    return exit_code_of(pid, descriptor)
+
+
+def _exit_code_when_ended(pid: int) -> int | None:
+    """For a process that was found dead: its memory goes before its exit code can be asked for."""
+    descriptor = _pid_watch.peek(pid)
+    if descriptor >= 0:
+        ending = select.poll()
+        ending.register(descriptor, select.POLLIN)
+        ending.poll(_ENDING_MS)
     return exit_code_of(pid, descriptor)
 
 

@@ -29,7 +29,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -163,6 +163,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_instruction_set": (C.c_char_p, []),
     "plc_element_bytes": (_U64, [_U32]),
     "plc_reduce_local": (_I32, [_PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
+    "plc_reduce_with": (_I32, [C.c_char_p, _PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
     "plc_scale_local": (_I32, [_PTR, _U64, _U32, _U64]),
     "plc_digest": (_U64, [_PTR, _U64, _U64]),
     "plc_segment_bytes": (_U64, [_U32, C.POINTER(Config)]),
@@ -173,6 +174,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     ),
     "plc_comm_settle": (_I32, [_PTR, _I32]),
     "plc_comm_leave": (None, [_PTR]),
+    "plc_comm_free": (None, [_PTR]),
     "plc_comm_abort": (_I32, [_PTR]),
     "plc_comm_failure": (None, [_PTR, C.POINTER(Failure)]),
     "plc_comm_calls": (None, [_PTR, C.POINTER(CallRecord)]),
@@ -187,12 +189,15 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_receive": (_I32, [_PTR, C.POINTER(Message)]),
     "plc_message_wait": (_I32, [_PTR, C.POINTER(Message), _I64]),
     "plc_arena_bytes": (_U64, [_U32, _U64, _U32]),
-    "plc_arena_open": (_I32, [_PTR, _I32, _U64, _U32, C.POINTER(C.c_void_p)]),
+    "plc_arena_open": (_I32, [_PTR, _I32, _PTR, _U64, _U32, C.POINTER(C.c_void_p)]),
     "plc_arena_close": (None, [_PTR]),
     "plc_arena_region": (_PTR, [_PTR, _U32]),
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_flag_bytes": (_U64, []),
+    "plc_flag_raise": (None, [_PTR]),
+    "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
     "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
     "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
     "plc_arena_weigh": (None, [_PTR, _I32, _I32]),

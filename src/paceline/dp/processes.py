@@ -1,0 +1,518 @@
+"""The process executor: share 0 of a batch runs here, the others in worker processes, forward and backward in parallel.
+
+One forward, step by step:
+ 1. take the inputs apart and decide who gets what                         (split)
+ 2. let workers follow what the user did to the module                     (watch, parameters)
+ 3. write each worker's share into its box and wake it                     (mailbox, crew)
+ 4. run the module on share 0, with parameters that remember this call     (joints)
+ 5. read the workers' outputs and join them with ours                      (combine)
+Backward: `Join` does step 3 with gradients, autograd step 4, `Parameters` and `Share` step 5 with sums.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from paceline.dp import wire
+from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
+from paceline.dp.crew import Crew, Worker
+from paceline.dp.joints import Gradients, Join, Parameters, Share
+from paceline.dp.mailbox import Message, meta_of
+from paceline.dp.parameters import SharedParameters, substituted
+from paceline.dp.split import SplitInputs, Splitter, split_inputs
+from paceline.dp.structure import Whole, flatten, unflatten
+from paceline.dp.sums import sum_gradients
+from paceline.dp.thread_limit import QuietCores, ThreadLimit
+from paceline.dp.watch import ModuleWatch
+from paceline.dp.worker import BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
+from paceline.errors import ConfigError, GroupError
+
+__all__ = ["ProcessExecutor"]
+
+_tokens = itertools.count(1)
+_SMALL_BUFFER = 4096  # elements; cheaper sent than thought about
+
+
+class ProcessExecutor:
+    """Runs a module on `workers` replicas, of which this process is the first."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        workers: int,
+        threads: int,
+        dim: int,
+        scalars: str,
+        splitters: Mapping[type, Splitter],
+        timeout_s: float,
+    ) -> None:
+        self._module = module
+        self.workers = workers
+        self.threads = threads
+        self._dim = dim
+        self._scalars = scalars
+        self._splitters = splitters
+        self._leaf_types = (Whole, *splitters)
+        self._timeout_s = timeout_s
+        self._team: _Team | None = None
+        self._quiet = QuietCores(threads)
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward on the whole batch."""
+        split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
+        if len(split.ranges) == 1 or self._is_unfinished():
+            args, kwargs = unflatten(split.spec, split.leaves)
+            return self._module(*args, **kwargs)
+        for _ in range(2):
+            team = self._ready_team()
+            try:
+                return _Call(team, split, self._scalars).forward()
+            except wire.Unknown:
+                self.refresh()  # inputs of a class that is younger than the workers
+        raise ConfigError("an input refers to a class or function that workers cannot find even when started anew")
+
+    def refresh(self) -> None:
+        """Start new workers at the next forward. Graphs that still wait for their backward keep the old ones."""
+        self._team = None
+        self._quiet.end()
+
+    def end(self) -> None:
+        """End the workers now."""
+        team, self._team = self._team, None
+        if team is not None:
+            team.crew.end()
+        self._quiet.end()
+
+    def _is_unfinished(self) -> bool:
+        """Lazy modules get their shapes from a first forward, in one piece."""
+        return self._team is None and any(map(is_lazy, self._module.parameters()))
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the workers that run now."""
+        return self._team.crew.pids if self._team is not None and self._team.crew.is_alive else []
+
+    def _ready_team(self) -> _Team:
+        team = self._team
+        if team is not None and team.crew.is_alive and team.follow():
+            return team
+        parameters = None
+        if team is not None and team.parameters.follow() and team.parameters.cover(self._module):
+            parameters = team.parameters
+        self._team = team = None  # ends the old workers, unless graphs need them
+        self._quiet.begin()
+        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s)
+        return self._team
+
+
+@dataclasses.dataclass
+class _Backlog:
+    """What one worker was not told yet."""
+
+    updates: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
+    thawed: dict[int, bool] = dataclasses.field(default_factory=dict)
+    buffers: set[int] = dataclasses.field(default_factory=set)
+    releases: list[int] = dataclasses.field(default_factory=list)
+
+
+class _Team:
+    """Workers, and what they know of the module."""
+
+    def __init__(
+        self, module: nn.Module, parameters: SharedParameters | None, replicas: int, threads: int, timeout_s: float
+    ) -> None:
+        self.module = module
+        self.parameters = parameters if parameters is not None else SharedParameters(module)
+        self.parameters.newly_frozen_or_thawed()
+        self.buffers = _Buffers(module)
+        self.limit = ThreadLimit(threads)
+        self.backlogs = [_Backlog() for _ in range(replicas)]
+        self.current: _Call | None = None  # whose answers lie in the boxes
+        self.watch = ModuleWatch(module)
+        shared, places = self.parameters, self.buffers.places
+        self.crew = Crew(
+            replicas - 1,
+            lambda replica, link, pid, pidfd: serve(module, shared, places, threads, replica, link, pid, pidfd),
+            timeout_s,
+        )
+
+    def follow(self) -> bool:
+        """Note what the user changed; False if it takes new workers."""
+        if not self.parameters.follow() or not self.buffers.fit():
+            return False
+        updates = self.watch.updates()
+        if updates is None:
+            return False
+        thawed = self.parameters.newly_frozen_or_thawed()
+        buffers = self.buffers.changed()
+        if updates or thawed or buffers:
+            for backlog in self.backlogs[1:]:
+                backlog.updates.update({(index, name): value for index, name, value in updates})
+                backlog.thawed.update(thawed)
+                backlog.buffers.update(buffers)
+        return True
+
+    def settle(self) -> None:
+        """Make the boxes free for the next message."""
+        current, self.current = self.current, None
+        if current is not None:
+            current.leave_boxes()
+
+    def answer(self, worker: Worker) -> Message:
+        """A worker's answer. If it is lost, or the user interrupts, all workers end: they may not agree any more."""
+        try:
+            return worker.answer()
+        except (GroupError, KeyboardInterrupt, SystemExit):
+            self.crew.end()
+            raise
+
+
+class _Buffers:
+    """The buffers of the module. Replica 0 is the module itself; workers get its values when they changed."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.places: list[tuple[dict[str, Any], str]] = [
+            (part._buffers, name)
+            for part in module.modules()
+            for name, buffer in part._buffers.items()
+            if buffer is not None
+        ]
+        self._seen = [(holder[name], _version(holder[name])) for holder, name in self.places]
+        self._trained = False  # since buffers were last looked at
+        self._owners = [part for part in module.modules() for buffer in part._buffers.values() if buffer is not None]
+
+    def fit(self) -> bool:
+        for (holder, name), (seen, _) in zip(self.places, self._seen, strict=True):
+            now = holder.get(name)
+            if now is not seen and (now is None or now.shape != seen.shape or now.dtype != seen.dtype):
+                return False
+        return True
+
+    def changed(self) -> list[int]:
+        found = []
+        for index, (holder, name) in enumerate(self.places):
+            now = holder[name]
+            version = _version(now)
+            seen, before = self._seen[index]
+            unseen = self._trained and _may_change_unseen(self._owners[index], now)
+            if now is not seen or version != before or version < 0 or unseen:
+                self._seen[index] = (now, version)
+                found.append(index)
+        return found
+
+    def expect_training(self) -> None:
+        """A forward follows."""
+        self._trained = any(owner.training for owner in self._owners)
+
+    def values(self, indices: Sequence[int]) -> list[torch.Tensor]:
+        return [holder[name] for holder, name in (self.places[index] for index in indices)]
+
+
+def _may_change_unseen(owner: nn.Module, buffer: torch.Tensor) -> bool:
+    """Kernels of batch normalisation write running statistics without counting up the tensor's version."""
+    return buffer.is_floating_point() and (isinstance(owner, _NormBase) or buffer.numel() <= _SMALL_BUFFER)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class _Call:
+    """One forward on several replicas, and its backward."""
+
+    def __init__(self, team: _Team, split: SplitInputs, scalars: str) -> None:
+        self._team = team
+        self._split = split
+        self._scalars = scalars
+        self._token = next(_tokens)
+        self._workers = team.crew.workers[: len(split.ranges) - 1]
+        self._joints: list[Joint] = []
+        self._outputs: list[list[torch.Tensor]] = []  # of the workers, in their boxes, until joined
+        self._wanted: list[int] = []  # input leaves whose gradient workers compute
+        self._released = True
+        self._pending = False  # workers compute gradients
+        self._found: list[_Found] | None = None
+
+    # --- forward ---------------------------------------------------------------------------------
+    def forward(self) -> Any:
+        team = self._team
+        team.limit.reset()
+        grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+        leaves = self._split.leaves
+        if grad:
+            self._wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        self._send_shares()
+        with self._collected_whatever_happens(), team.limit:
+            anchor, outputs = self._run_own_share(grad)
+        spec, own = flatten(outputs)
+        self._plan_joints(spec, own, self._answers())
+        tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
+        if grad and any(joint.requires_grad for joint in self._joints):
+            self._keep_graphs()
+            joined: Sequence[torch.Tensor] = Join.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
+        else:
+            joined = self.join_outputs(tensors)
+        self._outputs = []
+        found = iter(joined)
+        return unflatten(spec, [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in own])
+
+    def _send_shares(self) -> None:
+        split, team = self._split, self._team
+        team.settle()
+        team.buffers.expect_training()
+        kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
+        seed = int(torch.randint(2**62, (), dtype=torch.int64))
+        modes = Modes.here()
+        for worker in self._workers:
+            shares = [split.share(index, worker.replica) for index in range(len(kinds))]
+            tensors = [share for share, is_tensor in zip(shares, kinds, strict=True) if is_tensor]
+            objects = [share for share, is_tensor in zip(shares, kinds, strict=True) if not is_tensor]
+            metas = tuple(map(meta_of, tensors))
+            if not modes[0]:
+                metas = tuple(meta._replace(requires_grad=False) for meta in metas)
+            backlog = team.backlogs[worker.replica]
+            team.backlogs[worker.replica] = _Backlog()
+            indices = sorted(backlog.buffers)
+            buffers = team.buffers.values(indices)
+            buffer_metas = tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
+            updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
+            thawed = tuple(backlog.thawed.items())
+            fixed = (FORWARD, tuple(backlog.releases), self._token, seed, modes, updates, thawed, tuple(indices))
+            spec = (split.spec, kinds, metas, buffer_metas)
+            worker.outbox.write(Message(fixed, spec, objects), [*tensors, *buffers], [*metas, *buffer_metas])
+            worker.start()
+
+    @contextlib.contextmanager
+    def _collected_whatever_happens(self) -> Iterator[None]:
+        """If our own share fails, the workers' answers are taken out of the way."""
+        try:
+            yield
+        except Exception:
+            for worker in self._workers:
+                self._team.answer(worker)
+            self._release_graphs(self._team.backlogs, self._token)
+            raise
+        except BaseException:
+            self._team.crew.end()
+            raise
+
+    def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
+        split, team = self._split, self._team
+        shares = [
+            Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)  # type: ignore[no-untyped-call]  # torch's
+            for index, leaf in enumerate(split.leaves)
+        ]
+        args, kwargs = unflatten(split.spec, shares)
+        slots = [slot for slot in team.parameters.slots if slot.parameter.requires_grad] if grad else []
+        stand_ins: Sequence[Any] = (None,)
+        if grad:
+            stand_ins = Parameters.apply(self, *(slot.parameter for slot in slots))  # type: ignore[no-untyped-call]  # torch's
+        with substituted(slots, stand_ins[:-1]):
+            outputs = team.module(*args, **kwargs)
+        team.watch.absorb()
+        return stand_ins[-1], outputs
+
+    def _answers(self) -> list[Message]:
+        answers = [self._team.answer(worker) for worker in self._workers]
+        self._raise_failures(answers)
+        return answers
+
+    def _raise_failures(self, answers: Sequence[Message]) -> None:
+        for worker, answer in zip(self._workers, answers, strict=True):
+            if answer.fixed[0] in (FAILED, STALE):
+                self._release_graphs(self._team.backlogs, self._token)
+                raise _error_of(worker, answer)
+
+    def _plan_joints(self, spec: Any, own: list[Any], answers: Sequence[Message]) -> None:
+        objects = [[leaf for leaf in own if not isinstance(leaf, torch.Tensor)], *(a.objects for a in answers)]
+        same_structure([spec, *(answer.spec[0] for answer in answers)], objects)
+        metas = [[meta_of(leaf) for leaf in own if isinstance(leaf, torch.Tensor)], *(a.spec[2] for a in answers)]
+        sizes = self._split.sizes
+        self._joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in zip(*metas, strict=True)]
+        self._outputs = [
+            worker.inbox.tensors(answer.spec[2]) for worker, answer in zip(self._workers, answers, strict=True)
+        ]
+
+    def _keep_graphs(self) -> None:
+        """The workers keep their graphs until this call, and with it the user's graph, is gone."""
+        self._released = False
+        weakref.finalize(self, _Call._release_graphs, self._team.backlogs, self._token).atexit = False
+
+    @staticmethod
+    def _release_graphs(backlogs: list[_Backlog], token: int) -> None:
+        for backlog in backlogs[1:]:
+            backlog.releases.append(token)
+
+    def own_share(self, index: int) -> torch.Tensor:
+        share: torch.Tensor = self._split.share(index, 0)
+        return share.clone()
+
+    def differentiable(self) -> Sequence[bool]:
+        return [joint.requires_grad for joint in self._joints]
+
+    def join_outputs(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        parts = zip(own, *self._outputs, strict=True)
+        return tuple(_join(joint, tensors) for joint, tensors in zip(self._joints, parts, strict=True))
+
+    # --- backward --------------------------------------------------------------------------------
+    def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
+        if self._released:
+            raise RuntimeError(
+                "Trying to backward through the graph a second time: the replicas' graphs were freed by the first "
+                "backward. Specify retain_graph=True there if you need to backward through it again"
+            )
+        if not self._team.crew.is_alive:
+            raise GroupError(
+                "the workers of DataParallel that hold the graphs of this forward have ended (closed, or lost in an "
+                "earlier step); run the forward again"
+            )
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._team.settle()
+        self._send_gradients(gradients, keep)
+        self._released = not keep
+        self._pending, self._found = True, None
+        self._team.current = self
+        self._limit_threads_until_the_end()
+        return [_share_of(joint, gradient, 0) for joint, gradient in zip(self._joints, gradients, strict=True)]
+
+    def _send_gradients(self, gradients: Gradients, keep: bool) -> None:
+        present = tuple(gradient is not None for gradient in gradients)
+        for worker in self._workers:
+            backlog = self._team.backlogs[worker.replica]
+            shares = [
+                share
+                for joint, gradient in zip(self._joints, gradients, strict=True)
+                if (share := _share_of(joint, gradient, worker.replica)) is not None
+            ]
+            metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares)
+            fixed = (BACKWARD, tuple(backlog.releases), self._token, keep)
+            backlog.releases = []
+            worker.outbox.write(Message(fixed, (present, metas), []), shares, metas)
+            worker.start()
+
+    def _limit_threads_until_the_end(self) -> None:
+        """The cores belong to the workers as well until backward ends."""
+        limit = self._team.limit
+        limit.__enter__()
+
+        def end() -> None:
+            limit.__exit__(None, None, None)
+            if self._team.current is self and not self._pending:
+                self._team.current, self._found = None, None
+
+        torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def parameter_gradients(self, own: Gradients, needed: Sequence[bool]) -> Gradients:
+        found = self._gradients()
+        return sum_gradients(own, [each.parameters for each in found], needed)
+
+    def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
+        position = self._wanted.index(index)
+        parts = [own, *(each.inputs[position] for each in self._gradients())]
+        if all(part is None for part in parts):
+            return None
+        split = self._split
+        if not split.factors[index]:
+            (total,) = sum_gradients([parts[0]], [[part] for part in parts[1:]], [True])
+            return total
+        whole = torch.zeros_like(split.leaves[index])
+        for (start, stop), part in zip(split.ranges, parts, strict=True):
+            factor = split.factors[index] or 1
+            if part is not None:
+                whole.narrow(split.dim, start * factor, (stop - start) * factor).copy_(part)
+        return whole
+
+    def _gradients(self) -> list[_Found]:
+        """What the workers found; waits for them, once per backward."""
+        if self._pending:
+            self._pending = False
+            answers = [self._team.answer(worker) for worker in self._workers]
+            self._raise_failures(answers)
+            self._found = [_Found.read(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
+        if self._found is None:
+            raise GroupError("the gradients of this forward's replicas are gone: an earlier backward failed")
+        return self._found
+
+    def leave_boxes(self) -> None:
+        """Another message is about to be sent: answers that may still be needed are copied."""
+        with contextlib.suppress(Exception):  # of a backward that nobody waits for any more
+            self._found = [each.copied() for each in self._gradients()]
+
+
+@dataclasses.dataclass
+class _Found:
+    """Gradients one worker computed."""
+
+    parameters: list[torch.Tensor | None]
+    inputs: list[torch.Tensor | None]
+
+    @classmethod
+    def read(cls, worker: Worker, answer: Message) -> _Found:
+        kinds, metas, parameters = answer.spec
+        tensors = iter(worker.inbox.tensors(metas))
+        found: list[torch.Tensor | None] = []
+        for kind in kinds:
+            if kind == NOTHING:
+                found.append(None)
+            elif kind == DENSE:
+                found.append(next(tensors))
+            else:
+                indices, values = next(tensors).clone(), next(tensors).clone()
+                found.append(torch.sparse_coo_tensor(indices, values, kind, is_coalesced=True, check_invariants=False))
+        return cls(found[:parameters], found[parameters:])
+
+    def copied(self) -> _Found:
+        return _Found(
+            [None if each is None else each.clone() for each in self.parameters],
+            [None if each is None else each.clone() for each in self.inputs],
+        )
+
+
+def _join(joint: Joint, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if joint.how == "stack":
+        return torch.stack(tuple(tensors))
+    if joint.how == "mean":
+        wide = torch.complex128 if joint.dtype.is_complex else torch.float64
+        total = sum(tensor.to(wide) * weight for tensor, weight in zip(tensors, joint.weights, strict=True))
+        assert isinstance(total, torch.Tensor)
+        return total.to(joint.dtype)
+    first = meta_of(tensors[0])
+    order = torch.channels_last if first.channels_last else torch.contiguous_format
+    whole = torch.empty(joint.shape, dtype=joint.dtype, memory_format=order)
+    for (start, stop), tensor in zip(joint.ranges, tensors, strict=True):
+        whole.narrow(joint.dim, start, stop - start).copy_(tensor)
+    return whole
+
+
+def _share_of(joint: Joint, gradient: torch.Tensor | None, replica: int) -> torch.Tensor | None:
+    if gradient is None:
+        return None
+    if joint.how == "stack":
+        return gradient[replica]
+    if joint.how == "mean":
+        return gradient * joint.weights[replica]
+    start, stop = joint.ranges[replica]
+    return gradient.narrow(joint.dim, start, stop - start)
+
+
+def _error_of(worker: Worker, answer: Message) -> BaseException:
+    kind, text, data = answer.fixed
+    if kind == STALE:
+        return wire.Unknown(text)
+    error: BaseException
+    try:
+        error = wire.loads(data)[0] if data else RuntimeError(text.strip().splitlines()[-1])
+    except Exception:
+        error = RuntimeError(text.strip().splitlines()[-1])
+    error.add_note(f"raised in replica {worker.replica} of DataParallel (pid {worker.pid}):\n{text}")
+    return error

@@ -1,0 +1,69 @@
+"""While replicas run on all cores, each keeps to its own."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+__all__ = ["QuietCores", "ThreadLimit"]
+
+
+class ThreadLimit:
+    """Sets torch's intra-op threads inside, and back to what they were outside. May be entered again inside."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._depth = 0
+        self._before = 0
+
+    def __enter__(self) -> None:
+        if self._depth == 0:
+            self._before = torch.get_num_threads()
+            if self._before != self._threads:
+                torch.set_num_threads(self._threads)
+        self._depth += 1
+
+    def __exit__(self, *exc: object) -> None:
+        if self._depth == 0:
+            return  # reset meanwhile
+        self._depth -= 1
+        if self._depth == 0 and self._before != self._threads:
+            torch.set_num_threads(self._before)
+
+    def reset(self) -> None:
+        """Undo what a failed backward left: autograd does not call back then."""
+        if self._depth:
+            self._depth = 1
+            self.__exit__()
+
+
+class QuietCores:
+    """While workers exist, this process uses no more intra-op threads than one of them.
+
+    OpenMP threads spin for milliseconds after each parallel loop, an optimizer step's say, on a core that a worker
+    needs at just that moment. A program that wants more may set them again; forward and backward still keep to theirs.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._finalizer: weakref.finalize[..., QuietCores] | None = None
+
+    def begin(self) -> None:
+        """Lower the number of threads, once."""
+        before = torch.get_num_threads()
+        if self._finalizer is None and before > self._threads:
+            torch.set_num_threads(self._threads)
+            self._finalizer = weakref.finalize(self, _restore, self._threads, before)
+            self._finalizer.atexit = False
+
+    def end(self) -> None:
+        """Put it back, unless the user set another number meanwhile."""
+        if self._finalizer is not None:
+            self._finalizer()
+            self._finalizer = None
+
+
+def _restore(lowered: int, before: int) -> None:
+    if torch.get_num_threads() == lowered:
+        torch.set_num_threads(before)

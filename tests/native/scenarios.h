@@ -1,0 +1,33 @@
+/* Each scenario ends by itself and exits the program with an error if something is not as it should be. */
+#ifndef PACELINE_TEST_SCENARIOS_H
+#define PACELINE_TEST_SCENARIOS_H
+
+#include "world.h"
+
+/* stress.c: what must succeed */
+void collectives(uint64_t seed);
+void direct(uint64_t seed);
+void submissions(uint64_t seed);
+void messages(uint64_t seed);
+void buckets(uint64_t seed);
+void weighted_buckets(uint64_t seed);
+void two_groups(uint64_t seed);
+
+/* failures.c: what must fail, in the right way, on every rank */
+void mismatch(uint64_t seed);
+void mismatch_submitted(uint64_t seed);
+void abort_by_thread(uint64_t seed);
+void late_rank(uint64_t seed);
+void late_bucket(uint64_t seed);
+void dead_rank(uint64_t seed);
+void leave_early(uint64_t seed);
+void leave_under_own_threads(uint64_t seed);
+void wrong_arguments(uint64_t seed);
+
+/* failures.c: messages that meet failures or each other */
+void tags_out_of_order(uint64_t seed);
+void last_words(uint64_t seed);
+void receive_given_up(uint64_t seed);
+void wrong_size(uint64_t seed);
+
+#endif

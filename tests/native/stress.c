@@ -1,0 +1,454 @@
+/* Calls that must succeed: random collectives, asynchronous calls, messages and buckets, every result checked. */
+#include "scenarios.h"
+
+/* --- values: small whole numbers, exact in every type, so that any order of summing gives the same ---------------- */
+static const uint32_t dtypes[] = {PLC_U8, PLC_I16, PLC_I32, PLC_I64, PLC_BF16, PLC_F32, PLC_F64};
+static const uint32_t ops[] = {PLC_SUM, PLC_PRODUCT, PLC_MIN, PLC_MAX, PLC_PREMUL_SUM};
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+
+static int64_t value(uint64_t seed, uint32_t rank, uint64_t i) {
+    uint64_t state = seed ^ ((uint64_t)rank << 40) ^ i;
+    return 1 + (int64_t)below(&state, 2);
+}
+
+static void put(void *data, uint32_t dtype, uint64_t i, int64_t v) {
+    switch (dtype) {
+    case PLC_U8: ((uint8_t *)data)[i] = (uint8_t)v; break;
+    case PLC_I16: ((int16_t *)data)[i] = (int16_t)v; break;
+    case PLC_I32: ((int32_t *)data)[i] = (int32_t)v; break;
+    case PLC_I64: ((int64_t *)data)[i] = v; break;
+    case PLC_F32: ((float *)data)[i] = (float)v; break;
+    case PLC_F64: ((double *)data)[i] = (double)v; break;
+    default: { /* PLC_BF16: the upper half of a float */
+        float f = (float)v;
+        memcpy((uint16_t *)data + i, (char *)&f + 2, 2);
+    }
+    }
+}
+
+static int64_t get(const void *data, uint32_t dtype, uint64_t i) {
+    switch (dtype) {
+    case PLC_U8: return ((const uint8_t *)data)[i];
+    case PLC_I16: return ((const int16_t *)data)[i];
+    case PLC_I32: return ((const int32_t *)data)[i];
+    case PLC_I64: return ((const int64_t *)data)[i];
+    case PLC_F32: return (int64_t)((const float *)data)[i];
+    case PLC_F64: return (int64_t)((const double *)data)[i];
+    default: {
+        float f = 0;
+        memcpy((char *)&f + 2, (const uint16_t *)data + i, 2);
+        return (int64_t)f;
+    }
+    }
+}
+
+static int64_t reduced(uint64_t seed, uint32_t ranks, uint64_t i, uint32_t op, int64_t factor) {
+    int64_t result = value(seed, 0, i) * (op == PLC_PREMUL_SUM ? factor : 1);
+    for (uint32_t r = 1; r < ranks; r++) {
+        int64_t v = value(seed, r, i);
+        if (op == PLC_SUM) result += v;
+        if (op == PLC_PREMUL_SUM) result += factor * v;
+        if (op == PLC_PRODUCT) result *= v;
+        if (op == PLC_MIN) result = MIN(result, v);
+        if (op == PLC_MAX) result = MAX(result, v);
+    }
+    return result;
+}
+
+static void *filled(uint64_t seed, uint32_t rank, uint32_t dtype, uint64_t from, uint64_t count) {
+    if (count == 0) return NULL; /* as an empty tensor has it */
+    void *data = malloc(count * plc_element_bytes(dtype));
+    for (uint64_t i = 0; i < count; i++) put(data, dtype, i, value(seed, rank, from + i));
+    return data;
+}
+
+static void check_values(seat *at, const char *what, const void *data, uint64_t seed, uint32_t from_rank, uint32_t dtype,
+                         uint64_t from, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++)
+        CHECK(get(data, dtype, i) == value(seed, from_rank, from + i), "%s: rank %u, element %lu of %lu from rank %u",
+              what, at->rank, (unsigned long)i, (unsigned long)count, from_rank);
+}
+
+static void check_reduced(seat *at, const char *what, const void *data, uint64_t seed, uint32_t dtype, uint32_t op,
+                          int64_t factor, uint64_t from, uint64_t count) {
+    for (uint64_t i = 0; i < count; i++) {
+        int64_t expected = reduced(seed, at->ranks, from + i, op, factor), found = get(data, dtype, i);
+        CHECK(found == expected, "%s: rank %u, element %lu of %lu: %ld instead of %ld", what, at->rank,
+              (unsigned long)i, (unsigned long)count, (long)found, (long)expected);
+    }
+}
+
+/* --- one random collective: its data, its request, its check ------------------------------------------------------- */
+typedef struct {
+    plc_request request;
+    uint64_t seed, count;
+    int64_t factor;
+    void *input, *output;
+    void *inputs[PLC_MAX_RANKS], *outputs[PLC_MAX_RANKS];
+    uint64_t in_counts[PLC_MAX_RANKS], out_counts[PLC_MAX_RANKS];
+} exercise;
+
+/* 0, 1, odd, about a slot, several slots. */
+static uint64_t random_count(uint64_t *state) {
+    const uint64_t choices[] = {0, 1, 7, 100 + below(state, 400), SLOT_BYTES / 4 + below(state, 3), 3 * SLOT_BYTES + 13};
+    return choices[below(state, COUNT(choices))];
+}
+
+static uint64_t share_of(uint64_t seed, uint32_t from, uint32_t to) {
+    uint64_t state = seed + from * 31 + to * 977;
+    return below(&state, 4) == 0 ? 0 : below(&state, 900);
+}
+
+static uint64_t block_start(const exercise *e, uint32_t rank) {
+    uint64_t start = 0;
+    for (uint32_t r = 0; r < rank; r++) start += e->in_counts[r];
+    return start;
+}
+
+static void prepare(seat *at, exercise *e) {
+    uint64_t *state = &at->seed;
+    *e = (exercise){.seed = next_random(state)};
+    plc_request *q = &e->request;
+    q->kind = (uint32_t)below(state, PLC_KINDS);
+    q->dtype = dtypes[below(state, COUNT(dtypes))];
+    q->op = ops[below(state, COUNT(ops))];
+    bool real = q->dtype == PLC_F32 || q->dtype == PLC_F64 || q->dtype == PLC_BF16;
+    if (q->op == PLC_PREMUL_SUM && !real) q->op = PLC_SUM;
+    q->root = (int32_t)below(state, at->ranks);
+    q->timeout_ns = -1;
+    e->factor = 1 + (int64_t)below(state, 3);
+    q->factor = (double)e->factor;
+    e->count = random_count(state);
+    uint32_t me = at->rank;
+    bool root = me == (uint32_t)q->root;
+    for (uint32_t r = 0; r < at->ranks; r++) e->in_counts[r] = e->out_counts[r] = 0;
+    switch (q->kind) {
+    case PLC_BARRIER: break;
+    case PLC_ALLREDUCE:
+    case PLC_REDUCE:
+    case PLC_BROADCAST:
+        q->count = e->count;
+        e->input = filled(e->seed, me, q->dtype, 0, e->count);
+        q->input = q->output = e->input;
+        break;
+    case PLC_ALLGATHER:
+    case PLC_GATHER:
+        q->count = share_of(e->seed, me, 0);
+        e->input = filled(e->seed, me, q->dtype, 0, q->count);
+        q->input = e->input;
+        for (uint32_t r = 0; r < at->ranks && (root || q->kind == PLC_ALLGATHER); r++) {
+            e->out_counts[r] = share_of(e->seed, r, 0);
+            e->outputs[r] = malloc(e->out_counts[r] * 8 + 1);
+        }
+        break;
+    case PLC_REDUCE_SCATTER:
+        for (uint32_t r = 0; r < at->ranks; r++) e->in_counts[r] = share_of(e->seed, r, r);
+        for (uint32_t r = 0; r < at->ranks; r++)
+            e->inputs[r] = filled(e->seed, me, q->dtype, block_start(e, r), e->in_counts[r]);
+        e->output = malloc(e->in_counts[me] * 8 + 1);
+        q->output = e->output;
+        break;
+    default: /* PLC_ALLTOALL, PLC_SCATTER */
+        for (uint32_t r = 0; r < at->ranks; r++) {
+            bool sends = q->kind == PLC_ALLTOALL || root, wants = q->kind == PLC_ALLTOALL || r == (uint32_t)q->root;
+            e->in_counts[r] = sends ? share_of(e->seed, me, r) : 0;
+            e->inputs[r] = filled(e->seed, me * 64 + r, q->dtype, 0, e->in_counts[r]);
+            e->out_counts[r] = wants ? share_of(e->seed, r, me) : 0;
+            e->outputs[r] = malloc(e->out_counts[r] * 8 + 1);
+        }
+    }
+    q->inputs = (const void *const *)e->inputs, q->outputs = e->outputs;
+    q->in_counts = e->in_counts, q->out_counts = e->out_counts;
+    if (q->kind == PLC_GATHER && !root) q->outputs = NULL, q->out_counts = NULL;
+    if (q->kind == PLC_SCATTER && !root) q->inputs = NULL, q->in_counts = NULL;
+}
+
+static void verify(seat *at, exercise *e) {
+    const plc_request *q = &e->request;
+    uint32_t me = at->rank;
+    bool root = me == (uint32_t)q->root;
+    if (q->kind == PLC_ALLREDUCE || (q->kind == PLC_REDUCE && root))
+        check_reduced(at, "reduce", e->input, e->seed, q->dtype, q->op, e->factor, 0, e->count);
+    if (q->kind == PLC_REDUCE && !root) check_values(at, "reduce", e->input, e->seed, me, q->dtype, 0, e->count);
+    if (q->kind == PLC_BROADCAST)
+        check_values(at, "broadcast", e->input, e->seed, (uint32_t)q->root, q->dtype, 0, e->count);
+    if (q->kind == PLC_REDUCE_SCATTER)
+        check_reduced(at, "reduce_scatter", e->output, e->seed, q->dtype, q->op, e->factor, block_start(e, me),
+                      e->in_counts[me]);
+    for (uint32_t r = 0; r < at->ranks; r++) {
+        bool gathers = q->kind == PLC_ALLGATHER || q->kind == PLC_GATHER;
+        uint32_t from = gathers ? r : r * 64 + me;
+        check_values(at, "all_to_all or gather", e->outputs[r], e->seed, from, q->dtype, 0, e->out_counts[r]);
+        free(e->inputs[r]), free(e->outputs[r]);
+    }
+    free(e->input), free(e->output);
+}
+
+static void maybe_nap(seat *at) {
+    if (below(&at->mine, 8) == 0) nap_ns((int64_t)below(&at->mine, 200000));
+}
+
+static void random_collectives(seat *at) {
+    exercise *e = malloc(sizeof *e);
+    for (int i = 0; i < 250; i++) {
+        prepare(at, e);
+        maybe_nap(at);
+        CHECK_STATUS(PLC_OK, plc_run(at->comm, &e->request));
+        verify(at, e);
+    }
+    free(e);
+}
+
+void collectives(uint64_t seed) {
+    for (uint32_t ranks = 1; ranks <= 5; ranks++) in_new_world(ranks, 30000, random_collectives, seed + ranks);
+}
+
+/* --- long reductions, read straight from the peers' memory where the system allows it --------------------------------- */
+static void long_reductions(seat *at) {
+    CHECK_STATUS(PLC_OK, plc_comm_settle(at->comm, 1));
+    CHECK(at->comm->direct || at->ranks == 1, "a process may not read its own memory");
+    for (int i = 0; i < 6; i++) {
+        uint64_t count = 140000 + below(&at->seed, 5), seed = next_random(&at->seed);
+        uint32_t dtype = i % 2 ? PLC_F64 : PLC_I32, root = (uint32_t)below(&at->seed, at->ranks);
+        void *data = filled(seed, at->rank, dtype, 0, count);
+        plc_request q = {.kind = i % 3 ? PLC_ALLREDUCE : PLC_REDUCE, .dtype = dtype, .op = PLC_SUM, .count = count,
+                         .root = (int32_t)root, .input = data, .output = data, .timeout_ns = -1};
+        maybe_nap(at);
+        CHECK_STATUS(PLC_OK, plc_run(at->comm, &q));
+        if (q.kind == PLC_ALLREDUCE || at->rank == root) check_reduced(at, "long", data, seed, dtype, PLC_SUM, 1, 0, count);
+        free(data);
+    }
+}
+
+void direct(uint64_t seed) {
+    for (uint32_t ranks = 1; ranks <= 4; ranks++) in_new_world(ranks, 30000, long_reductions, seed + ranks);
+}
+
+/* --- asynchronous: several under way, mixed with calls that wait --------------------------------------------------- */
+#define UNDER_WAY 6
+
+static void random_submissions(seat *at) {
+    exercise *all = malloc(UNDER_WAY * sizeof *all);
+    for (int round = 0; round < 40; round++) {
+        uint64_t n = 1 + below(&at->seed, UNDER_WAY);
+        bool last_waits = below(&at->seed, 2);
+        for (uint64_t i = 0; i < n; i++) {
+            prepare(at, &all[i]);
+            bool waits = last_waits && i == n - 1;
+            CHECK_STATUS(PLC_OK, (waits ? plc_run : plc_submit)(at->comm, &all[i].request));
+        }
+        maybe_nap(at);
+        for (uint64_t i = 0; i < n; i++) {
+            int status = last_waits && i == n - 1 ? PLC_OK : PLC_PENDING;
+            while (status == PLC_PENDING) status = plc_request_wait(at->comm, &all[i].request, below(&at->mine, 2) ? -1 : MS);
+            CHECK_STATUS(PLC_OK, status);
+            verify(at, &all[i]);
+        }
+    }
+    free(all);
+}
+
+void submissions(uint64_t seed) {
+    for (uint32_t ranks = 2; ranks <= 4; ranks++) in_new_world(ranks, 30000, random_submissions, seed + ranks);
+}
+
+/* --- messages: everyone sends to everyone under three tags; order holds per peer and tag --------------------------- */
+#define TAGS 3
+#define ROUNDS 12
+
+static uint64_t message_bytes(uint64_t seed, uint32_t from, uint32_t to, int32_t tag, int round) {
+    uint64_t state = seed + from * 7919 + to * 104729 + (uint64_t)tag * 1299709 + (uint64_t)round;
+    const uint64_t choices[] = {0, 1, 63, below(&state, 2000), RING_BYTES - 64, 2 * RING_BYTES + below(&state, 999)};
+    return choices[below(&state, COUNT(choices))];
+}
+
+static unsigned char message_byte(uint32_t from, int32_t tag, int round, uint64_t i) {
+    return (unsigned char)(from * 50 + (uint32_t)tag * 17 + (uint32_t)round * 3 + i);
+}
+
+static plc_message *new_message(uint32_t peer, int32_t tag, uint64_t bytes) {
+    plc_message *m = calloc(1, sizeof *m);
+    *m = (plc_message){.peer = (int32_t)peer, .tag = tag, .buffer = malloc(bytes + 1), .bytes = bytes, .timeout_ns = -1};
+    return m;
+}
+
+static void free_message(plc_message *m) {
+    free(m->buffer);
+    free(m);
+}
+
+static void all_to_all_messages(seat *at) {
+    uint32_t n = at->ranks;
+    plc_message *sends[8][TAGS], *receives[8][TAGS];
+    for (int round = 0; round < ROUNDS; round++) {
+        bool sends_first = below(&at->mine, 2);
+        for (int step = 0; step < 2; step++) {
+            bool sending = (step == 0) == sends_first;
+            for (uint32_t k = 1; k < n; k++) {
+                uint32_t peer = (at->rank + k) % n;
+                for (int32_t t = 0; t < TAGS; t++) {
+                    int32_t tag = (t + (int32_t)at->rank) % TAGS; /* each in an order of its own */
+                    uint64_t bytes = sending ? message_bytes(at->seed, at->rank, peer, tag, round)
+                                             : message_bytes(at->seed, peer, at->rank, tag, round);
+                    plc_message *m = new_message(peer, tag, bytes);
+                    for (uint64_t i = 0; i < bytes && sending; i++)
+                        ((unsigned char *)m->buffer)[i] = message_byte(at->rank, tag, round, i);
+                    (sending ? sends : receives)[peer][tag] = m;
+                    CHECK_STATUS(PLC_OK, (sending ? plc_send : plc_receive)(at->comm, m));
+                }
+            }
+        }
+        for (uint32_t k = 1; k < n; k++) {
+            uint32_t peer = (at->rank + k) % n;
+            for (int32_t tag = 0; tag < TAGS; tag++) {
+                plc_message *m = receives[peer][tag];
+                CHECK_STATUS(PLC_OK, plc_message_wait(at->comm, m, -1));
+                CHECK(m->source == (int32_t)peer, "from %d instead of %u", m->source, peer);
+                for (uint64_t i = 0; i < m->bytes; i++)
+                    CHECK(((unsigned char *)m->buffer)[i] == message_byte(peer, tag, round, i),
+                          "rank %u: message of %lu bytes from %u, tag %d, round %d: wrong at %lu", at->rank,
+                          (unsigned long)m->bytes, peer, tag, round, (unsigned long)i);
+                CHECK_STATUS(PLC_OK, plc_message_wait(at->comm, sends[peer][tag], -1));
+                free_message(m), free_message(sends[peer][tag]);
+            }
+        }
+    }
+    CHECK_STATUS(PLC_OK, barrier(at));
+}
+
+/* Rank 0 takes what comes; the others send numbered messages, which must come in order from each. */
+static void any_source(seat *at) {
+    enum { EACH = 60 };
+    uint64_t word;
+    if (at->rank != 0) {
+        for (word = 0; word < EACH; word++) {
+            plc_message m = {.peer = 0, .tag = 5, .buffer = &word, .bytes = sizeof word, .timeout_ns = -1};
+            CHECK_STATUS(PLC_OK, plc_send(at->comm, &m));
+            CHECK_STATUS(PLC_OK, plc_message_wait(at->comm, &m, -1));
+            maybe_nap(at);
+        }
+    } else {
+        uint64_t next[8] = {0};
+        for (uint32_t i = 0; i < EACH * (at->ranks - 1); i++) {
+            plc_message m = {.peer = PLC_ANY_SOURCE, .tag = 5, .buffer = &word, .bytes = sizeof word, .timeout_ns = -1};
+            CHECK_STATUS(PLC_OK, plc_receive(at->comm, &m));
+            CHECK_STATUS(PLC_OK, plc_message_wait(at->comm, &m, -1));
+            CHECK(word == next[m.source], "message %lu instead of %lu from rank %d", (unsigned long)word,
+                  (unsigned long)next[m.source], m.source);
+            next[m.source]++;
+        }
+    }
+    CHECK_STATUS(PLC_OK, barrier(at));
+}
+
+void messages(uint64_t seed) {
+    for (uint32_t ranks = 2; ranks <= 4; ranks++) {
+        in_new_world(ranks, 30000, all_to_all_messages, seed + ranks);
+        in_new_world(ranks, 30000, any_source, seed + ranks);
+    }
+}
+
+/* --- buckets -------------------------------------------------------------------------------------------------------- */
+#define BUCKETS 4
+
+static void use_buckets(seat *at) {
+    static const uint64_t counts[BUCKETS] = {0, 1, 5000, 40001}; /* none, one, one chunk, several chunks */
+    world *w = at->in;
+    plc_arena *arena;
+    uint64_t per_rank = 8 * 50000;
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, w->shared, per_rank, BUCKETS, &arena));
+    float *mine = plc_arena_region(arena, at->rank);
+    uint64_t offset = 0, at_element[BUCKETS];
+    for (uint32_t b = 0; b < BUCKETS; b++) {
+        at_element[b] = offset;
+        CHECK_STATUS(PLC_OK, plc_bucket_define(arena, b, offset * 4, counts[b], PLC_F32, PLC_SUM));
+        offset += counts[b];
+    }
+    for (int use = 0; use < 25; use++) {
+        uint64_t seed = next_random(&at->seed);
+        for (uint32_t b = 0; b < BUCKETS; b++) {
+            for (uint64_t i = 0; i < counts[b]; i++) mine[at_element[b] + i] = (float)value(seed, at->rank, at_element[b] + i);
+            maybe_nap(at);
+            CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, b));
+        }
+        for (uint32_t b = 0; b < BUCKETS; b++) {
+            CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, b, -1));
+            check_reduced(at, "bucket", mine + at_element[b], seed, PLC_F32, PLC_SUM, 1, at_element[b], counts[b]);
+        }
+    }
+    plc_arena_close(arena);
+}
+
+static void in_worlds_with_arena(rank_fn fn, uint64_t seed) {
+    for (uint32_t ranks = 2; ranks <= 4; ranks++) {
+        world w = new_world(ranks, 30000);
+        uint64_t bytes = plc_arena_bytes(ranks, 8 * 50000, BUCKETS);
+        w.shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        CHECK(w.shared != MAP_FAILED, "mmap: errno %d", errno);
+        run_world(&w, fn, seed + ranks);
+        munmap(w.shared, bytes);
+        end_world(&w);
+    }
+}
+
+void buckets(uint64_t seed) { in_worlds_with_arena(use_buckets, seed); }
+
+/* Notes ride along with a bucket and weigh its average: by samples, which differ from rank to rank and use to use. */
+static double samples_of(uint64_t seed, uint32_t rank) { return (double)value(seed, rank + 100, 0) * 3; }
+
+static void weigh_buckets(seat *at) {
+    enum { ELEMENTS = 30000 };
+    plc_arena *arena;
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, at->in->shared, 8 * 50000, BUCKETS, &arena));
+    CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 0, ELEMENTS, PLC_F64, PLC_AVG));
+    plc_arena_weigh(arena, 1, 0);
+    double *mine = plc_arena_region(arena, at->rank), notes[8 * PLC_NOTE_NUMBERS];
+    for (int use = 0; use < 25; use++) {
+        uint64_t seed = next_random(&at->seed);
+        double own = samples_of(seed, at->rank), note[PLC_NOTE_NUMBERS] = {0, own, own, 1}, samples = 0;
+        for (uint32_t r = 0; r < at->ranks; r++) samples += samples_of(seed, r);
+        for (uint64_t i = 0; i < ELEMENTS; i++) mine[i] = (double)value(seed, at->rank, i);
+        maybe_nap(at);
+        uint32_t number = plc_arena_note(arena, note, 1);
+        CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, 0));
+        CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, 0, -1));
+        plc_arena_read_notes(arena, number, notes);
+        for (uint32_t r = 0; r < at->ranks; r++)
+            CHECK(notes[r * PLC_NOTE_NUMBERS + 1] == samples_of(seed, r), "note of rank %u", r);
+        for (uint64_t i = 0; i < ELEMENTS; i++) {
+            double expected = 0;
+            for (uint32_t r = 0; r < at->ranks; r++) expected += samples_of(seed, r) / samples * (double)value(seed, r, i);
+            double error = mine[i] - expected;
+            CHECK(error < 1e-9 && error > -1e-9, "use %d, element %lu: %g instead of %g", use, (unsigned long)i, mine[i],
+                  expected);
+        }
+    }
+    plc_arena_close(arena);
+}
+
+void weighted_buckets(uint64_t seed) { in_worlds_with_arena(weigh_buckets, seed); }
+
+/* --- everything at once: two communicators of the same ranks, used from two threads each ---------------------------- */
+static void *collectives_in_a_thread(void *argument) {
+    random_collectives(argument);
+    return NULL;
+}
+
+static void two_groups_at_once(seat *at) {
+    seat other = *at;
+    pthread_t thread;
+    other.comm = take_seat(at->in->shared, at->rank);
+    CHECK(pthread_create(&thread, NULL, collectives_in_a_thread, &other) == 0, "no thread");
+    all_to_all_messages(at);
+    random_submissions(at);
+    pthread_join(thread, NULL);
+    plc_comm_leave(other.comm);
+    plc_comm_free(other.comm);
+}
+
+void two_groups(uint64_t seed) {
+    world first = new_world(3, 30000), second = new_world(3, 30000);
+    first.shared = &second;
+    run_world(&first, two_groups_at_once, seed);
+    end_world(&first), end_world(&second);
+}

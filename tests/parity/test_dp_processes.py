@@ -1,0 +1,464 @@
+"""DataParallel with worker processes computes what the bare module computes on the whole batch."""
+
+from __future__ import annotations
+
+import collections
+import copy
+import dataclasses
+from typing import Any, NamedTuple
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+import torch
+from torch import nn
+
+from paceline import DataParallel
+from paceline.dp import Whole
+from paceline.errors import ConfigError, MismatchError
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+
+
+def cnn() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+
+
+def close(one: torch.Tensor, other: torch.Tensor) -> None:
+    torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
+
+
+def gradients_agree(one: nn.Module, other: nn.Module) -> None:
+    for (name, a), b in zip(one.named_parameters(), other.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None), name
+        if a.grad is not None:
+            close(a.grad, b.grad)
+
+
+@pytest.fixture
+def wrap():
+    """Wrap a module; closed at the end."""
+    made: list[DataParallel] = []
+
+    def make(module: nn.Module, workers: int = 2, **options: Any) -> DataParallel:
+        made.append(DataParallel(module, workers=workers, **options))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize(("build", "shape"), [(mlp, (6,)), (cnn, (2, 6, 6))])
+def test_outputs_and_gradients_are_those_of_the_whole_batch(wrap, workers, build, shape):
+    bare = build()
+    model = wrap(copy.deepcopy(bare), workers)
+    for batch in (8, 7, 1, 2, 0):
+        x = torch.randn(batch, *shape, dtype=torch.float64, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        out, expected = model(x), bare(y)
+        close(out, expected)
+        out.pow(2).sum().backward()
+        expected.pow(2).sum().backward()  # accumulates over batches
+        gradients_agree(model.module, bare)
+        close(x.grad, y.grad)
+
+
+def test_any_batch_size(wrap):
+    model = wrap(mlp(), 4)
+
+    @hypothesis.given(batch=st.integers(1, 9), seed=st.integers(0, 99), weighted=st.booleans())
+    @hypothesis.settings(max_examples=25)
+    def check(batch, seed, weighted):
+        bare = mlp()
+        generator = torch.Generator().manual_seed(seed)
+        x = torch.randn(batch, 6, dtype=torch.float64, generator=generator)
+        weights = torch.rand(batch, 1, dtype=torch.float64, generator=generator) if weighted else 1.0
+        model.module.load_state_dict(bare.state_dict())
+        model.zero_grad()
+        (model(x) * weights).sum().backward()
+        (bare(x) * weights).sum().backward()
+        gradients_agree(model.module, bare)
+
+    check()
+
+
+def test_training_follows_the_optimizer_in_place(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=0.05) for m in (model, bare)]
+    for step in range(6):
+        x = torch.randn(5, 6, dtype=torch.float64)
+        for m, optimizer in zip((model, bare), optimizers, strict=True):
+            optimizer.zero_grad(set_to_none=step % 2 == 0)
+            m(x).pow(2).mean().backward()
+            nn.utils.clip_grad_norm_(m.parameters(), 0.5)
+            optimizer.step()
+    for a, b in zip(model.parameters(), bare.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+class LossInside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, x, y):
+        return nn.functional.mse_loss(self.net(x), y)
+
+
+def test_a_loss_per_replica_becomes_the_exact_mean(wrap):
+    bare = LossInside()
+    model = wrap(copy.deepcopy(bare), 3)
+    x, y = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    loss, expected = model(x, y), bare(x, y)
+    assert loss.shape == ()
+    close(loss, expected)
+    loss.backward()
+    expected.backward()
+    gradients_agree(model.module, bare)
+
+
+def test_scalars_can_be_summed_or_stacked(wrap):
+    x, y = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    bare = LossInside()
+    parts = [bare(x[:4], y[:4]), bare(x[4:], y[4:])]
+    close(wrap(bare, scalars="sum")(x, y), sum(parts))
+    close(wrap(bare, scalars="stack")(x, y), torch.stack(parts))
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Sample:
+    x: torch.Tensor
+    name: str
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(3, 2).double()
+
+    def forward(self, pair, *, scale, sample, table):
+        assert isinstance(pair, Point)
+        assert isinstance(sample, Sample)
+        assert sample.name == "one"
+        out = self.net(pair.x + pair.y["y"] + sample.x + table.sum())
+        return {"out": out * scale, "kept": (sample.name, [Point(out.argmax(1), None)])}
+
+
+def test_nested_inputs_and_outputs(wrap):
+    bare = Nested()
+    model = wrap(copy.deepcopy(bare))
+
+    def inputs():
+        generator = torch.Generator().manual_seed(3)
+        x, y, z = torch.randn(3, 5, 3, dtype=torch.float64, generator=generator)
+        scale = torch.tensor(2.0, dtype=torch.float64)  # of rank 0: for every replica
+        table = Whole(torch.arange(7.0))
+        return Point(x, collections.OrderedDict(y=y)), {"scale": scale, "sample": Sample(z, "one"), "table": table}
+
+    pair, kwargs = inputs()
+    found = model(pair, **kwargs)
+    pair, kwargs = inputs()
+    expected = bare(pair, **{**kwargs, "table": kwargs["table"].value})
+    close(found["out"], expected["out"])
+    assert found["kept"][0] == "one"
+    assert isinstance(found["kept"][1][0], Point)
+    assert torch.equal(found["kept"][1][0].x, expected["kept"][1][0].x)
+    found["out"].sum().backward()
+    expected["out"].sum().backward()
+    gradients_agree(model.module, bare)
+
+
+def test_lambdas_local_classes_and_objects_with_a_declared_split(wrap):
+    class Bag:
+        def __init__(self, items):
+            self.items = items
+
+        def __len__(self):
+            return len(self.items)
+
+    class Local(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.function = lambda x: x * 3
+            self.weight = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+        def forward(self, bag, transform):
+            return torch.stack([transform(self.function(item)) * self.weight for item in bag.items])
+
+    def cut(bag, ranges):
+        return [Bag(bag.items[start:stop]) for start, stop in ranges]
+
+    model = wrap(Local(), 2, split={Bag: cut})
+    items = [torch.tensor(float(i), dtype=torch.float64) for i in range(5)]
+    out = model(Bag(items), lambda x: x + 1)
+    assert out.tolist() == [1, 4, 7, 10, 13]
+    pids = model.worker_pids
+    younger = lambda x: x + 2  # noqa: E731 - made after the workers: they are started anew
+    assert model(Bag(items), younger).tolist() == [2, 5, 8, 11, 14]
+    assert model.worker_pids != pids
+
+
+class Buffered(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(0.5)).double()
+
+    def forward(self, x):
+        return self.net(x)
+
+
+def test_buffers_of_the_first_replica_persist_and_eval_sees_them(wrap):
+    bare = Buffered()
+    model = wrap(copy.deepcopy(bare))
+    for _ in range(3):
+        x = torch.randn(6, 4, dtype=torch.float64)
+        model(x)
+        bare(x[:3])
+    close(model.module.net[1].running_mean, bare.net[1].running_mean)
+    assert model.module.net[1].num_batches_tracked == 3
+    x = torch.randn(6, 4, dtype=torch.float64)
+    close(model.eval()(x), bare.eval()(x))
+    with torch.no_grad():
+        close(model(x), bare(x))
+    with torch.inference_mode():
+        close(model(x), bare(x))
+
+
+def test_dropout_differs_between_replicas_and_repeats_with_the_seed(wrap):
+    model = wrap(nn.Dropout(0.5), 3)
+    x = torch.ones(3, 64)
+    torch.manual_seed(7)
+    first, second = model(x), model(x)
+    torch.manual_seed(7)
+    again = model(x)
+    assert torch.equal(first, again)
+    assert not torch.equal(first, second)
+    assert len({tuple(row) for row in first.tolist()}) == 3
+    assert torch.equal(model.eval()(x), x)
+
+
+def test_autocast_reaches_the_workers(wrap):
+    model = wrap(nn.Linear(4, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = model(torch.randn(4, 4))
+    assert out.dtype == torch.bfloat16
+    out.float().sum().backward()
+    assert model.module.weight.grad.dtype == torch.float32
+
+
+def test_several_forwards_before_one_backward_and_retain_graph(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x, y = torch.randn(2, 4, 6, dtype=torch.float64)
+    for m in (model, bare):
+        loss = m(x).sum() + m(y).pow(2).sum() * m(x).mean()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    gradients_agree(model.module, bare)
+    loss = model(x).sum()
+    loss.backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_autograd_grad_hooks_and_inputs_argument_see_the_whole_batch(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(5, 6, dtype=torch.float64)
+    seen = []
+    handle = model.module[0].weight.register_hook(lambda g: seen.append(g.clone()) or g * 2)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    close(seen[0], bare[0].weight.grad)
+    close(model.module[0].weight.grad, 2 * bare[0].weight.grad)
+    handle.remove()
+    close(*(torch.autograd.grad(m(x).sum(), next(m.parameters()))[0] for m in (model, bare)))
+    model.zero_grad()
+    model(x).sum().backward(inputs=[model.module[2].bias])
+    assert model.module[0].weight.grad is None
+    close(model.module[2].bias.grad, torch.full((3,), 5.0, dtype=torch.float64))
+
+
+def test_create_graph_is_refused(wrap):
+    model = wrap(mlp())
+    out = model(torch.randn(4, 6, dtype=torch.float64)).sum()
+    with pytest.raises(RuntimeError, match="differentiated twice"):
+        out.backward(create_graph=True)
+
+
+def test_parameters_replaced_resized_frozen_and_loaded(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(4, 6, dtype=torch.float64)
+
+    def check():
+        model.zero_grad()
+        bare.zero_grad()
+        out, expected = model(x), bare(x)
+        close(out, expected)
+        out.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        gradients_agree(model.module, bare)
+
+    check()
+    pids = model.worker_pids
+    for m in (model.module, bare):
+        m[0].weight.requires_grad_(False)
+    check()
+    for m in (model.module, bare):
+        m[0].weight.requires_grad_(True)
+        m[0].weight = nn.Parameter(torch.full((8, 6), 0.1, dtype=torch.float64))
+    check()
+    state = {name: torch.randn_like(value) for name, value in bare.state_dict().items()}
+    model.load_state_dict(state)
+    bare.load_state_dict(state)
+    check()
+    model.load_state_dict({f"module.{name}": value * 2 for name, value in state.items()})
+    bare.load_state_dict({name: value * 2 for name, value in state.items()})
+    check()
+    model.module.load_state_dict(state, assign=True)
+    bare.load_state_dict(state)
+    check()
+    assert model.worker_pids == pids, "none of this needs new workers"
+    for m in (model.module, bare):
+        m[2] = nn.Linear(8, 5).double()
+        with torch.no_grad():
+            m[2].weight.fill_(0.3)
+            m[2].bias.fill_(0.1)
+    check()
+    assert model.worker_pids != pids
+    for m in (model.module, bare):
+        m.float()
+    x = x.float()
+    torch.testing.assert_close(model(x), bare(x))
+
+
+def test_attributes_and_hooks_changed_by_the_user(wrap):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = 2.0
+            self.table = [1]
+            self.seen = None
+
+        def forward(self, x):
+            self.seen = x
+            return x * self.scale * self.table[0]
+
+    model = wrap(Scaled())
+    x = torch.ones(4)
+    assert model(x).tolist() == [2] * 4
+    pids = model.worker_pids
+    model.module.scale = 3.0
+    assert model(x).tolist() == [3] * 4
+    assert model.worker_pids == pids, "a number is told, and what forward itself stores is not a change"
+    model.module.table[0] = 2
+    assert model(x).tolist() == [6] * 4
+    model.module.register_forward_hook(lambda module, args, out: out + 1)
+    assert model(x).tolist() == [7] * 4
+    model.register_forward_hook(lambda module, args, out: out * 10)
+    assert model(x).tolist() == [70] * 4
+    assert model.scale == 3.0
+    with pytest.raises(AttributeError):
+        _ = model.nothing
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(10, 4).double()
+        self.lstm = nn.LSTM(4, 4, batch_first=True).double()
+        self.out = nn.Linear(4, 10).double()
+        self.out.weight = self.embed.weight
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.out(self.lstm(self.embed(x))[0])
+
+
+def test_tied_unused_and_recurrent_parameters(wrap):
+    bare = Tied()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randint(10, (4, 3))
+    model(x).pow(2).sum().backward()
+    bare(x).pow(2).sum().backward()
+    gradients_agree(model.module, bare)
+
+
+def test_sparse_gradients(wrap):
+    bare = nn.Embedding(10, 4, sparse=True).double()
+    model = wrap(copy.deepcopy(bare), 3)
+    x = torch.tensor([1, 2, 2, 7])
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    close(model.module.weight.grad.to_dense(), bare.weight.grad.to_dense())
+
+
+def test_a_module_before_and_after(wrap):
+    torch.manual_seed(0)
+    before, after = nn.Linear(6, 6).double(), nn.Linear(3, 1).double()
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(5, 6, dtype=torch.float64)
+    grads = []
+    for m in (model, bare):
+        before.zero_grad()
+        after(m(before(x))).sum().backward()
+        grads.append(before.weight.grad)
+    close(*grads)
+
+
+def test_other_dimensions(wrap):
+    bare = nn.Linear(6, 3).double()
+    model = wrap(copy.deepcopy(bare), dim=1)
+    x = torch.randn(2, 5, 6, dtype=torch.float64)
+    close(model(x), bare(x))
+
+
+def test_channels_last_and_integers(wrap):
+    model = wrap(nn.Conv2d(3, 4, 1))
+    out = model(torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last))
+    assert out.is_contiguous(memory_format=torch.channels_last)
+    assert wrap(nn.Identity())(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
+
+
+def test_what_cannot_be_split_is_said(wrap):
+    model = wrap(nn.Bilinear(2, 2, 2))
+    with pytest.raises(ConfigError, match=r"Whole\(tensor\)"):
+        model(torch.randn(4, 2), torch.randn(3, 2))
+
+    class Odd(nn.Module):
+        def forward(self, x):
+            return x.sum(0) if len(x) == 2 else x
+
+    with pytest.raises(MismatchError, match="same type and rank"):
+        wrap(Odd())(torch.randn(3, 2))
+
+
+def test_more_threads_per_worker(wrap):
+    torch.randn(512, 512) @ torch.randn(512, 512)  # the parent has used its OpenMP threads
+    bare = nn.Linear(512, 512).double()
+    model = wrap(copy.deepcopy(bare), 2, threads=2)
+    x = torch.randn(512, 512, dtype=torch.float64)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    torch.testing.assert_close(model.module.weight.grad, bare.weight.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_lazy_modules_are_finished_first(wrap):
+    model = wrap(nn.LazyLinear(3))
+    x = torch.randn(4, 5)
+    torch.testing.assert_close(model(x), model(x))
+    assert len(model.worker_pids) == 1
