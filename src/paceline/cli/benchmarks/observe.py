@@ -25,8 +25,7 @@ _WAYS = ("off", "page", "page + trace")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=2, help="processes, one thread each (default: 2)")
-    parser.add_argument("--rounds", type=int, default=30, help="rounds over all ways (default: 30)")
-    parser.add_argument("--steps", type=int, default=20, help="steps in a round (default: 20)")
+    parser.add_argument("--rounds", type=int, default=400, help="steps of each way (default: 400)")
     parser.add_argument("--step-ms", type=float, default=10.0, help="length of a step (default: 10)")
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
 
@@ -34,12 +33,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     import paceline
 
-    arguments = (options.rounds, options.steps, options.step_ms)
+    arguments = (options.rounds, options.step_ms)
     found = paceline.spawn(_measure, arguments, options.ranks, env={"PACELINE_QUIET": "1"})[0]
-    print(f"one step of {found['off_ms']:.2f} ms, {options.ranks} ranks x 1 thread, median of {options.rounds} rounds")
+    print(f"one step of {found['off_ms']:.2f} ms, {options.ranks} ranks x 1 thread, {options.rounds} steps of each way")
     for way in _WAYS[1:]:
-        low, middle, high = found["ratios"][way]
-        print(f"  {way:<13} {middle - 1:+.2%}   (quartiles {low - 1:+.2%} to {high - 1:+.2%})")
+        middle, low, high, quiet = found["ratios"][way]
+        print(
+            f"  {way:<13} median {middle - 1:+.2%} (95% sure: {low - 1:+.2%} to {high - 1:+.2%}); "
+            f"quiet steps {quiet - 1:+.2%}"
+        )
     print("one note, in nanoseconds:", ", ".join(f"{name} {ns:.0f}" for name, ns in found["notes_ns"].items()))
     for way, (number, us) in found["notes"].items():
         print(f"notes in a step, {way}: {number}, together {us:.1f} us = {us / found['off_ms'] / 10:.2f}% of a step")
@@ -49,11 +51,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _measure(rounds: int, steps: int, step_ms: float) -> dict[str, Any]:
+def _measure(rounds: int, step_ms: float) -> dict[str, Any]:
     import torch.distributed as dist
 
     import paceline
-    from paceline.observe.recorder import recorder
+    from paceline.observe.trace import TraceWriter
 
     paceline.init_process_group()
     step = _step_of(step_ms)
@@ -61,22 +63,24 @@ def _measure(rounds: int, steps: int, step_ms: float) -> dict[str, Any]:
         step()
     times: dict[str, list[float]] = {way: [] for way in _WAYS}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        trace = TraceWriter(directory, 0, 1)
         for number in range(rounds):
             # Another order in each round: the machine's moods hit all alike.
             for way in _WAYS[number % 3 :] + _WAYS[: number % 3]:
-                with _way(way, directory):
+                with _way(way, trace):
+                    step()  # the change of ways itself is not what is measured
                     dist.barrier()
-                    times[way].append(_seconds(step, steps))
+                    times[way].append(_seconds(step, 1))
         found: dict[str, Any] = {
             "off_ms": statistics.median(times["off"]) * 1e3,
-            "ratios": {way: _quartiles(times[way], times["off"]) for way in _WAYS[1:]},
+            "ratios": {way: _ratio(times[way], times["off"]) for way in _WAYS[1:]},
             "notes_ns": _one_note(directory),
             "notes": {},
         }
         for way in _WAYS[1:]:
-            with _way(way, directory):
+            with _way(way, trace):
                 found["notes"][way] = _time_notes(step)
-    assert recorder.shared
+        trace.close()
     paceline.destroy_process_group()
     return found
 
@@ -111,13 +115,16 @@ def _step_of(step_ms: float) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _way(way: str, directory: str) -> Iterator[None]:
+def _way(way: str, trace: Any) -> Iterator[None]:
     from paceline.observe import session
     from paceline.observe.recorder import recorder
 
     if way == "page + trace":
-        with session.trace(directory):
+        recorder.trace = trace
+        try:
             yield
+        finally:
+            recorder.trace = None
     elif way == "page":
         yield
     else:
@@ -140,10 +147,15 @@ def _seconds(step: Callable[[], None], steps: int) -> float:
     return (time.perf_counter() - start) / steps
 
 
-def _quartiles(times: list[float], against: list[float]) -> tuple[float, float, float]:
-    ratios = [one / other for one, other in zip(times, against, strict=True)]
-    low, middle, high = statistics.quantiles(ratios, n=4)
-    return low, middle, high
+def _ratio(times: list[float], against: list[float]) -> tuple[float, float, float, float]:
+    """(median of the rounds' ratios, bounds of that median, ratio of the fastest quarters' ends)."""
+    ratios = sorted(one / other for one, other in zip(times, against, strict=True))
+    count = len(ratios)
+    # The order statistics between which a median lies with 95 % certainty.
+    spread = round(0.98 * count**0.5)
+    low, high = ratios[max(0, count // 2 - spread)], ratios[min(count - 1, count // 2 + spread)]
+    quiet = statistics.quantiles(times, n=4)[0] / statistics.quantiles(against, n=4)[0]
+    return statistics.median(ratios), low, high, quiet
 
 
 def _time_notes(step: Callable[[], None]) -> tuple[int, float]:
