@@ -14,6 +14,7 @@ _BENCHMARKS: dict[str, tuple[str, str]] = {
     "launch": ("paceline.cli.benchmarks.launch", "from the command to the first training step, beside torchrun"),
     "dp": ("paceline.cli.benchmarks.dp", "training steps under DataParallel against torch's, the bare module and DDP"),
     "ddp": ("paceline.cli.benchmarks.ddp", "training steps of six models against torch's DistributedDataParallel"),
+    "observe": ("paceline.cli.benchmarks.observe", "what the status page and the timeline cost a step"),
     "sampler": ("paceline.cli.benchmarks.sampler", "shuffled indices for one rank: time, memory, throughput"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import pathlib
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Self
 from paceline.observe.peers import Peers
 from paceline.observe.recorder import recorder
 from paceline.observe.stragglers import Straggler
+from paceline.observe.tensorboard import Scalars
 
 if TYPE_CHECKING:
     from rich.progress import Progress as _Bar
@@ -26,9 +28,17 @@ class Progress:
 
     `terminal` is the path of the terminal to draw on, for a rank whose own output goes through a launcher; by default
     the bar is drawn where standard error goes, if that is a terminal. One rank should have one: `paceline.is_main()`.
+    `tensorboard` is a directory for the same figures as scalars (needs `pip install 'paceline[tensorboard]'`).
     """
 
-    def __init__(self, steps: int, *, terminal: str | None = None, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        steps: int,
+        *,
+        terminal: str | None = None,
+        enabled: bool = True,
+        tensorboard: str | os.PathLike[str] | None = None,
+    ) -> None:
         self._steps = steps
         self._enabled = enabled
         self._terminal = terminal
@@ -38,6 +48,7 @@ class Progress:
         self._done = 0
         self._samples = 0
         self._peers = Peers()
+        self._scalars = Scalars(tensorboard) if tensorboard is not None and enabled else None
         self._sync_s = 0.0
 
     def __enter__(self) -> Self:
@@ -50,6 +61,8 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+        if self._scalars is not None:
+            self._scalars.close()
 
     def step(self, loss: float, samples: int, sync_s: float) -> None:
         """One step is done: its loss, the samples of all ranks, and the seconds this rank waited for others."""
@@ -57,6 +70,9 @@ class Progress:
         recorder.scalars(loss, samples)
         self._samples += samples
         self._sync_s += sync_s
+        if self._scalars is not None:
+            speed, share = self.samples_per_second, self.sync_share
+            self._scalars.write(self._done, loss=loss, samples_per_second=speed, sync_share=share)
         if not self._enabled:
             return
         if self._bar is None and not self._is_due():

@@ -26,6 +26,7 @@ _CALL_BUCKET, _SYNCS = int(Word.CALL_BUCKET), int(Word.SYNCS)
 _FORWARDS, _MOVED_ON = int(Word.FORWARDS), int(Word.MOVED_ON)
 _SYNCHRONISE = int(Phase.SYNCHRONISE)
 _MEETING, _FILL, _FLIGHT = int(Kind.MEETING), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
+_SHORTEST_SPAN_NS = 1000
 _clock = time.monotonic_ns
 
 
@@ -45,6 +46,7 @@ class Recorder:
         self._since = _clock()
         self._spent = [0] * len(PHASES)
         self._depth = 0
+        self._sequence = 0  # on the page: odd while it is being written
         self._arrived = 0
         self._group = self._number = 0
         self.page.words[_PHASE], self.page.words[_PHASE_SINCE] = self._phase, self._since
@@ -54,19 +56,26 @@ class Recorder:
     def phase(self, phase: int) -> None:
         """From now on this rank is in another phase."""
         now = _clock()
-        self._close_span(now)
-        self._phase, self._since = phase, now
         words = self.page.words
-        words[_SEQUENCE] += 1
+        # _close_span, written out: this runs a dozen times in a step.
+        self._spent[self._phase] += now - self._since
+        if self.trace is not None:
+            self._trace_span(now)
+        self._phase, self._since = phase, now
+        self._sequence = sequence = self._sequence + 2
+        words[_SEQUENCE] = sequence - 1
         words[_PHASE] = phase
         words[_PHASE_SINCE] = now
-        words[_SEQUENCE] += 1
+        words[_SEQUENCE] = sequence
 
     def _close_span(self, now: int) -> None:
-        phase, since = self._phase, self._since
-        self._spent[phase] += now - since
-        if self.trace is not None and now - since > 1000:
-            self.trace.add(phase, since, now, self.page.words[_SYNCS])
+        self._spent[self._phase] += now - self._since
+        if self.trace is not None:
+            self._trace_span(now)
+
+    def _trace_span(self, now: int) -> None:
+        if self.trace is not None and now - self._since > _SHORTEST_SPAN_NS:
+            self.trace.add(self._phase, self._since, now, self.page.words[_SYNCS])
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -103,7 +112,8 @@ class Recorder:
         self._arrived = self._since = now
         self._group, self._number = place.number, number
         words = self.page.words
-        words[_SEQUENCE] += 1
+        self._sequence = sequence = self._sequence + 2
+        words[_SEQUENCE] = sequence - 1
         self.page.put_call(place.text)
         words[_CALL_GROUP] = place.number
         words[_CALL_NUMBER] = number
@@ -111,15 +121,16 @@ class Recorder:
         words[_CALL_SINCE] = now
         words[_PHASE] = _SYNCHRONISE
         words[_PHASE_SINCE] = now
-        words[_SEQUENCE] += 1
+        words[_SEQUENCE] = sequence
 
     def at_bucket(self, place: Place, bucket: int) -> None:
         """Inside a wait: it is this bucket's now."""
         words = self.page.words
-        words[_SEQUENCE] += 1
+        self._sequence = sequence = self._sequence + 2
+        words[_SEQUENCE] = sequence - 1
         self.page.put_call(place.text)
         words[_CALL_BUCKET] = bucket
-        words[_SEQUENCE] += 1
+        words[_SEQUENCE] = sequence
 
     def leave(self, *, met: bool = True) -> None:
         """The wait is over. `met=False`: this was no wait for others, only the start of one."""
@@ -128,7 +139,8 @@ class Recorder:
             return
         now = _clock()
         words = self.page.words
-        words[_SEQUENCE] += 1
+        self._sequence = sequence = self._sequence + 2
+        words[_SEQUENCE] = sequence - 1
         words[_CALL_SINCE] = 0
         words[_PHASE] = self._phase
         words[_PHASE_SINCE] = now
@@ -136,7 +148,7 @@ class Recorder:
             self._spent[_SYNCHRONISE] += now - self._arrived
             self.page.put_meeting(self._group, self._number, self._arrived, now, self._spent)
             self._spent = [0] * len(PHASES)
-        words[_SEQUENCE] += 1
+        words[_SEQUENCE] = sequence
         if met and self.trace is not None:
             self.trace.add(_MEETING, self._arrived, now, words[_SYNCS], self._group, self._number)
         self._since = now
@@ -185,6 +197,7 @@ class Recorder:
             self.page.words[Word.STACKS_FD] = stacks.register()
         self.job = job
         self.page.identify(job=job, script=script_name(), rank=rank, world=world)
+        self._sequence = self.page.words[_SEQUENCE]
 
     def close_page(self) -> None:
         """Nobody sees it any more. Notes go on in private."""
@@ -216,6 +229,7 @@ class Recorder:
         self._depth = 0
         self._since = _clock()
         self._spent = [0] * len(PHASES)
+        self._sequence = self.page.words[_SEQUENCE]
 
     @property
     def thread(self) -> int:

@@ -14,7 +14,7 @@ from paceline.observe.calls import CallNotes
 from paceline.observe.recorder import recorder
 from paceline.observe.status import Phase, Word
 
-__all__ = ["RUN_ID", "TRACE", "WATCHED", "begin", "end", "joined", "trace"]
+__all__ = ["RUN_ID", "TRACE", "WATCHED", "begin", "end", "joined", "paused", "trace"]
 
 RUN_ID = "PACELINE_RUN_ID"
 TRACE = "PACELINE_TRACE"
@@ -65,6 +65,22 @@ def end() -> None:
     _Session.handles = ()
     recorder.stop_trace()
     recorder.close_page()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Leave torch's classes and optimizers alone inside the block: for measuring what noting costs."""
+    notes, handles = _Session.notes, _Session.handles
+    if notes is not None:
+        notes.remove()
+    for handle in handles:
+        handle.remove()
+    try:
+        yield
+    finally:
+        if notes is not None:
+            notes.install()
+            _Session.handles = _note_optimizers()
 
 
 def _say(text: str) -> None:

@@ -109,6 +109,10 @@ class Word(enum.IntEnum):
     MOVED_ON = 23  # forwards made when this rank last went on to something that follows a backward
 
 
+_MEETING = struct.Struct(f"<{4 + len(PHASES)}q")
+_MEETINGS_WORD, _CALL_TEXT_WORD = int(Word.MEETINGS), int(Word.CALL_TEXT)
+
+
 @dataclasses.dataclass(frozen=True)
 class Place:
     """A kind of collective on one group: what a rank can be waiting in. `number` tells groups apart on all ranks."""
@@ -263,20 +267,14 @@ class PageMemory:
     def put_call(self, text: bytes) -> None:
         """The text of the call this rank is in."""
         self.memory[_CALL_AT : _CALL_AT + len(text)] = text
-        self.words[Word.CALL_TEXT] = len(text)
+        self.words[_CALL_TEXT_WORD] = len(text)
 
     def put_meeting(self, group: int, number: int, arrived_ns: int, left_ns: int, spent_ns: list[int]) -> None:
         """Note a wait that is over, over the oldest one."""
-        words = self.words
-        count = words[Word.MEETINGS]
-        at = _MEETINGS_AT // 8 + (count % _MEETINGS) * _MEETING_WORDS
-        words[at] = group
-        words[at + 1] = number
-        words[at + 2] = arrived_ns
-        words[at + 3] = left_ns
-        for offset, spent in enumerate(spent_ns, start=at + 4):
-            words[offset] = spent
-        words[Word.MEETINGS] = count + 1
+        count = self.words[_MEETINGS_WORD]
+        at = _MEETINGS_AT + (count % _MEETINGS) * _MEETING_WORDS * 8
+        _MEETING.pack_into(self.memory, at, group, number, arrived_ns, left_ns, *spent_ns)
+        self.words[_MEETINGS_WORD] = count + 1
 
 
 def script_name() -> str:
@@ -396,7 +394,7 @@ def _call(copy: bytes, word: dict[Word, int]) -> Call | None:
 def _meetings(copy: bytes, count: int) -> Iterator[Meeting]:
     for index in range(max(0, count - _MEETINGS), count):
         at = _MEETINGS_AT + (index % _MEETINGS) * _MEETING_WORDS * 8
-        group, number, arrived, left, *spent = struct.unpack_from(f"<{4 + len(PHASES)}q", copy, at)
+        group, number, arrived, left, *spent = _MEETING.unpack_from(copy, at)
         yield Meeting(group, number, arrived, left, tuple(spent))
 
 
