@@ -23,6 +23,7 @@ from paceline.observe.status import Phase
 __all__ = ["DataLoader", "LearnsOfTheEnd"]
 
 _T = TypeVar("_T")
+_LOADER = int(Phase.LOADER)
 
 
 class LearnsOfTheEnd(Protocol):
@@ -233,14 +234,13 @@ def _noted(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; the time each takes to come is the loader's on the status page."""
     while True:
         before = recorder.current
-        recorder.moved_on()
-        recorder.phase(Phase.LOADER)
+        recorder.phase(_LOADER)
         try:
             batch = next(batches)
         except StopIteration:
             return
         finally:
-            recorder.phase(before)
+            recorder.phase(before, again=True)
         yield batch
 
 

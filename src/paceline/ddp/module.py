@@ -334,12 +334,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = recorder.current
-        recorder.moved_on()
         recorder.phase(_FORWARD)
         try:
             return self._forward_in_phase(inputs, kwargs)
         finally:
-            recorder.phase(before)
+            recorder.phase(before, again=True)
 
     def _forward_in_phase(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs, kwargs = self._before_forward(inputs, kwargs)

@@ -45,7 +45,7 @@ _completions = itertools.count(1)
 _reducers = itertools.count()  # made in the same order on every rank
 _NAMES_SHOWN = 4
 _BACKWARD, _OTHER = int(Phase.BACKWARD), int(Phase.OTHER)
-_BACKWARDS, _SYNCS = int(Word.BACKWARDS), int(Word.SYNCS)
+_SYNCS = int(Word.SYNCS)
 
 
 class _Mode(enum.Enum):
@@ -319,7 +319,6 @@ class Reducer:
         self._begun = self._counted = False
         self._used_count = 0
         self._trouble = None
-        recorder.count(_BACKWARDS)
         recorder.phase(_BACKWARD)
         self._filling_since = time.monotonic_ns()
         self._launched.clear()
@@ -518,7 +517,8 @@ class Reducer:
                 self.last_sync_seconds = time.perf_counter() - start
         finally:
             self._go_idle()
-            recorder.phase(_OTHER)
+            if recorder.current == _BACKWARD:
+                recorder.phase(_OTHER)
 
     def _weigh_alone(self) -> None:
         """One rank: only micro-batches of different sizes change anything."""
@@ -542,7 +542,7 @@ class Reducer:
         try:
             signals = self._wait_for_all()
         finally:
-            recorder.leave()
+            recorder.leave(then=_OTHER)
         self._note_averages()
         recorder.count(_SYNCS)
         self._give_out(signals)

@@ -117,7 +117,8 @@ class SharedTransport(Transport):
     def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
         for index, number in in_flight:
-            recorder.at_bucket(self.places[index], index)
+            if index > 0:  # the wait began as the first bucket's
+                recorder.at_bucket(self.places[index], index)
             self._arena.finish(number)
             self.averaged_at[index] = time.monotonic_ns()
         return self.began() if self._last == self._note else self._read(self._last)

@@ -136,7 +136,8 @@ class GroupTransport(Transport):
     def finish(self) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
         for work, bucket in in_flight:
-            recorder.at_bucket(self.places[bucket.index], bucket.index)
+            if bucket.index > 0:  # the wait began as the first bucket's
+                recorder.at_bucket(self.places[bucket.index], bucket.index)
             work.wait()
             bucket.received()
             self.averaged_at[bucket.index] = time.monotonic_ns()

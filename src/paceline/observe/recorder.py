@@ -27,6 +27,9 @@ _FORWARDS, _MOVED_ON = int(Word.FORWARDS), int(Word.MOVED_ON)
 _SYNCHRONISE = int(Phase.SYNCHRONISE)
 _MEETING, _FILL, _FLIGHT = int(Kind.MEETING), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
 _SHORTEST_SPAN_NS = 1000
+_FOLLOWS_BACKWARD = [phase in (Phase.LOADER, Phase.FORWARD, Phase.OPTIMIZER) for phase in PHASES]
+_COUNTS = {Phase.BACKWARD: int(Word.BACKWARDS), Phase.OPTIMIZER: int(Word.OPTIMIZER_STEPS)}
+_COUNTED = [_COUNTS.get(phase, 0) for phase in PHASES]
 _clock = time.monotonic_ns
 
 
@@ -53,10 +56,16 @@ class Recorder:
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
-    def phase(self, phase: int) -> None:
-        """From now on this rank is in another phase."""
+    def phase(self, phase: int, *, again: bool = False) -> None:
+        """From now on this rank is in another phase; `again` if it goes back to one it had begun before."""
         now = _clock()
         words = self.page.words
+        if not again:
+            if _FOLLOWS_BACKWARD[phase]:
+                # Forwards that have no backward by now have been skipped.
+                words[_MOVED_ON] = words[_FORWARDS]
+            if counter := _COUNTED[phase]:
+                words[counter] += 1
         # _close_span, written out: this runs a dozen times in a step.
         self._spent[self._phase] += now - self._since
         if self.trace is not None:
@@ -85,16 +94,11 @@ class Recorder:
         try:
             yield
         finally:
-            self.phase(before)
+            self.phase(before, again=True)
 
     def count(self, word: int) -> None:
         """One more of something."""
         self.page.words[word] += 1
-
-    def moved_on(self) -> None:
-        """This rank does what comes after a backward: forwards without one by now have been skipped."""
-        words = self.page.words
-        words[_MOVED_ON] = words[_FORWARDS]
 
     @property
     def current(self) -> int:
@@ -132,8 +136,11 @@ class Recorder:
         words[_CALL_BUCKET] = bucket
         words[_SEQUENCE] = sequence
 
-    def leave(self, *, met: bool = True) -> None:
-        """The wait is over. `met=False`: this was no wait for others, only the start of one."""
+    def leave(self, *, met: bool = True, then: int | None = None) -> None:
+        """The wait is over and the phase before goes on, or another begins.
+
+        `met=False`: this was no wait for others, only the start of one.
+        """
         self._depth -= 1
         if self._depth > 0:
             return
@@ -142,6 +149,8 @@ class Recorder:
         self._sequence = sequence = self._sequence + 2
         words[_SEQUENCE] = sequence - 1
         words[_CALL_SINCE] = 0
+        if then is not None:
+            self._phase = then
         words[_PHASE] = self._phase
         words[_PHASE_SINCE] = now
         if met:

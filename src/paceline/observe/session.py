@@ -91,13 +91,13 @@ def _say(text: str) -> None:
 def _note_optimizers() -> tuple[Any, ...]:
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+    optimizer, other = int(Phase.OPTIMIZER), int(Phase.OTHER)
+
     def before(*_: Any) -> None:
-        recorder.moved_on()
-        recorder.phase(Phase.OPTIMIZER)
+        recorder.phase(optimizer)
 
     def after(*_: Any) -> None:
-        recorder.count(Word.OPTIMIZER_STEPS)
-        recorder.phase(Phase.OTHER)
+        recorder.phase(other, again=True)
 
     return register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 

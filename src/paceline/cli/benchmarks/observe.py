@@ -19,7 +19,7 @@ from typing import Any
 
 __all__ = ["add_arguments", "run"]
 
-_NOTES = ("phase", "count", "moved_on", "enter", "at_bucket", "leave", "bucket_filled", "bucket_averaged", "scalars")
+_NOTES = ("phase", "count", "enter", "at_bucket", "leave", "bucket_filled", "bucket_averaged", "scalars")
 _WAYS = ("off", "page", "page + trace")
 
 
