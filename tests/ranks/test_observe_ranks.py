@@ -31,6 +31,7 @@ def ps(*options):
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
 
 
+@pytest.mark.slow
 def test_ps_shows_a_running_job_from_outside(tmp_path):
     script = write_script(
         tmp_path,
@@ -62,6 +63,25 @@ def test_ps_shows_a_running_job_from_outside(tmp_path):
         assert "verdict" not in job.stderr
 
 
+@pytest.mark.slow
+def test_a_script_that_uses_torch_alone_is_observed_under_paceline_run(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import time, torch, torch.distributed as dist
+        dist.init_process_group("gloo")
+        if dist.get_rank() == 1:
+            time.sleep(4)
+        dist.all_reduce(torch.ones(3))
+        dist.destroy_process_group()
+        """,
+    )
+    options = ("--stall-after", "1", "--preload=torch,torch.distributed")
+    with launched(run_command(script, options=options)) as job:
+        assert job.wait() == 0, job.stderr
+    assert "verdict: rank 1 has not reached all_reduce (call 1 of the default group)" in job.stderr
+
+
 def _stall_without_launcher(rank, world, path):
     with open(path, "a") as file, contextlib.redirect_stderr(file):
         join("gloo")
@@ -71,6 +91,7 @@ def _stall_without_launcher(rank, world, path):
         paceline.destroy_process_group()
 
 
+@pytest.mark.slow
 def test_rank_0_tells_where_there_is_no_launcher(tmp_path):
     path = tmp_path / "stderr"
     run_ranks(2, _stall_without_launcher, str(path), env={"PACELINE_STALL_AFTER": "0.5"})
@@ -165,6 +186,7 @@ def test_waiting_is_charged_to_the_slow_rank_and_phase(backend, where):
         assert (straggler.rank, straggler.phase) == (1, Phase[where.upper()])
 
 
+@pytest.mark.slow
 def test_a_traced_run_ends_in_a_page(tmp_path):
     script = write_script(
         tmp_path,

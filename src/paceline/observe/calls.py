@@ -60,7 +60,7 @@ class _GroupFacts:
         import torch.distributed as dist
 
         name = str(getattr(group, "group_name", "") or "")
-        whole = group is dist.group.WORLD or group.size() == dist.get_world_size()
+        whole = not dist.is_initialized() or group.size() == dist.get_world_size()
         members: tuple[int, ...] = ()
         if not whole:
             try:

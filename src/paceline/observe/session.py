@@ -35,16 +35,22 @@ def begin(rank: int, world: int, *, job: str | None = None) -> None:
     directory = os.environ.get(TRACE)
     if directory and recorder.trace is None:
         recorder.start_trace(directory, rank, world)
+    # A script may make its groups with torch's own functions. Without torch it has to be one of ours to be noted.
+    if "torch.distributed" in sys.modules:
+        _note_calls()
+
+
+def _note_calls() -> None:
+    if _Session.notes is None:
+        _Session.notes = CallNotes()
+        _Session.notes.install()
+        _Session.handles = _note_optimizers()
 
 
 def joined(rank: int, world: int, local_rank: int | None, *, job: str, timeout_s: float) -> None:
     """The default group is there: note its calls, and watch for stalls if nobody else does."""
     begin(rank, world, job=job)
     recorder.page.words[Word.TIMEOUT] = int(timeout_s * 1e9)
-    if _Session.notes is None:
-        _Session.notes = CallNotes()
-        _Session.notes.install()
-        _Session.handles = _note_optimizers()
     recorder.phase(Phase.OTHER)
     limit = watch.stall_after_s(os.environ.get(watch.STALL_AFTER))
     if local_rank == 0 and world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
