@@ -367,6 +367,7 @@ def test_messages_with_tags_from_any_source_in_any_order():
             for work in works:
                 work.wait()
             dist.send(torch.tensor([float(rank)]), 0)
+        dist.barrier()  # what follows has the same tag, and rank 0 has been listening to anyone
         ops = [
             dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % world),
             dist.P2POp(dist.irecv, torch.zeros(1), (rank - 1) % world),
