@@ -176,7 +176,8 @@ def test_graphs_without_backward_are_released():
     with DataParallel(Counts(), workers=2) as model:
         x = torch.randn(2000, 1000)
         pages = [model(x)[1][-1].item() for _ in range(12)]
-        assert (pages[-1] - pages[4]) * 4096 < 3 * x.nbytes / 2
+        # Kept graphs would hold seven times x.nbytes more; one or two may be on their way out.
+        assert (pages[-1] - pages[4]) * 4096 < 3 * x.nbytes
 
 
 SCRIPT = """

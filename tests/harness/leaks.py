@@ -77,7 +77,11 @@ def _children() -> set[str]:
     """Children of this process, zombies included, but for multiprocessing's own two servants."""
     found = set()
     for task in pathlib.Path("/proc/self/task").iterdir():
-        for pid in (task / "children").read_text().split():
+        try:
+            pids = (task / "children").read_text().split()
+        except OSError:  # a thread that has just ended
+            continue
+        for pid in pids:
             try:
                 command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:

@@ -296,6 +296,12 @@ def test_averages_factors_and_booleans():
             data = torch.ones(3)
             dist.all_reduce(data, dist._make_nccl_premul_sum(factor))
             assert torch.equal(data, torch.full((3,), 2.0 * world))
+        data = torch.ones(3)
+        dist.all_reduce(data, dist._make_nccl_premul_sum(float(rank)))  # each rank's own factor for its own data
+        assert torch.equal(data, torch.full((3,), float(sum(range(world)))))
+        block = torch.zeros(1)
+        dist.reduce_scatter_tensor(block, torch.ones(world), dist._make_nccl_premul_sum(float(rank)))
+        assert block.item() == sum(range(world))
         flags = torch.tensor([True, rank == 0, False])
         dist.all_reduce(flags)
         assert flags.tolist() == [True, True, False]
@@ -361,6 +367,7 @@ def test_messages_with_tags_from_any_source_in_any_order():
             for work in works:
                 work.wait()
             dist.send(torch.tensor([float(rank)]), 0)
+        dist.barrier()  # what follows has the same tag, and rank 0 has been listening to anyone
         ops = [
             dist.P2POp(dist.isend, torch.tensor([float(rank)]), (rank + 1) % world),
             dist.P2POp(dist.irecv, torch.zeros(1), (rank - 1) % world),

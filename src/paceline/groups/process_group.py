@@ -280,7 +280,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         _check_same_dtype("reduce_scatter", [output, *inputs])
         out, finish = _laid_out(output, read=False)
         blocks = [_contiguous(block) for block in inputs]
-        if isinstance(reduction.factor, torch.Tensor):
+        if reduction.code == _PREMUL_SUM:
             blocks = [block * reduction.factor for block in blocks]
             reduction = _REDUCTIONS[0]
         ticket = self._engine.reduce_scatter(out, blocks, reduction, wait=wait, timeout_ns=timeout_ns)
@@ -508,7 +508,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     ) -> Work:
         """One call for many tensors of one type, through a flat copy."""
         _check_same_dtype("all_reduce_coalesced", tensors)
-        if isinstance(reduction.factor, torch.Tensor):
+        if reduction.code == _PREMUL_SUM:
             return self._all_of(self.allreduce([tensor], op=reduction) for tensor in tensors)
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
 
@@ -593,8 +593,8 @@ def _reduction(op: Any) -> Reduction:
 
 
 def _scaled(flat: torch.Tensor, original: torch.Tensor, reduction: Reduction) -> tuple[torch.Tensor, Reduction]:
-    """PREMUL_SUM with a tensor of factors: multiply here, then sum."""
-    if not isinstance(reduction.factor, torch.Tensor):
+    """PREMUL_SUM: each rank multiplies its own data by its own factor, a number or a tensor; then it is a sum."""
+    if reduction.code != _PREMUL_SUM:
         return flat, reduction
     scaled = flat * reduction.factor
     return (scaled if flat is original else flat.copy_(scaled)), _REDUCTIONS[0]

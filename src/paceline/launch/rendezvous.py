@@ -88,9 +88,11 @@ def _serve(address: str, port: int, world_size: int, timeout_s: float, listen: s
     import torch.distributed as dist
     from torch._C._distributed_c10d import TCPStore
 
+    if listen is None and (address, port) in _served:
+        return _served[address, port]
     options: dict[str, Any] = {} if listen is None else {"master_listen_fd": listen.detach()}
     try:
-        return TCPStore(
+        store = TCPStore(
             address,
             port,
             world_size,
@@ -105,6 +107,14 @@ def _serve(address: str, port: int, world_size: int, timeout_s: float, listen: s
             f"rank 0 cannot listen on port {port} for the other ranks: {_first_line(error)}. Another job may use the "
             "port: set MASTER_PORT to a free one, or start with `paceline run`, which needs none"
         ) from error
+    if listen is None:
+        _served[address, port] = store
+    return store
+
+
+# Stores served at an address given to us, kept while the process lives: ranks that leave a group and join again at once
+# would otherwise meet at the old server just before it closes.
+_served: dict[tuple[str, int], Any] = {}
 
 
 def _connect(env: RankEnv, address: str, port: int, timeout_s: float) -> Any:

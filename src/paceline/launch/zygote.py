@@ -346,13 +346,12 @@ class _Nodes:
         return None
 
     def leave(self, failed: bool) -> None:
-        """The node that serves the store goes last."""
+        """The node that serves the store goes last. With c10d that may be any node, so each waits for all."""
         if self.door is not None:
             self.door.close()
         if self._job.meeting.nodes == 1 or failed:
             return
         with contextlib.suppress(Exception):
             self._store.set(f"paceline/left/{self.node}", "1")
-            if self.node == 0:
-                keys = [f"paceline/left/{node}" for node in range(self._job.meeting.nodes)]
-                self._store.wait(keys, datetime.timedelta(seconds=self._job.meeting.timeout_s))
+            keys = [f"paceline/left/{node}" for node in range(self._job.meeting.nodes)]
+            self._store.wait(keys, datetime.timedelta(seconds=self._job.meeting.timeout_s))
