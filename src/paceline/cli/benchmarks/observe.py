@@ -1,9 +1,9 @@
 """`paceline bench observe`: what being observed costs a training step, ways interleaved in one run.
 
 "off" replaces the recorder's methods by ones that do nothing and leaves the process groups' methods alone; "page" is
-what every run has; "page + trace" also records a timeline. The figure that counts is the median, over rounds, of a
-way's time over that of "off" in the same round. On a busy machine that is noise; then the second figure tells more: the
-time of all notes of a step, each timed on its own.
+what every run has; "page + trace" also records a timeline; "off again" shows how far two equal ways differ here. The
+figure that counts is the median, over rounds, of a way's time over that of "off" in the same round. On a busy machine
+that is noise; then the last figure tells more: the time of all notes of a step, each timed on its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from typing import Any
 __all__ = ["add_arguments", "run"]
 
 _NOTES = ("phase", "count", "enter", "at_bucket", "leave", "bucket_filled", "bucket_averaged", "scalars")
-_WAYS = ("off", "page", "page + trace")
+_WAYS = ("off", "off again", "page", "page + trace")
+_NOTING = _WAYS[2:]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,7 +67,7 @@ def _measure(rounds: int, step_ms: float) -> dict[str, Any]:
         trace = TraceWriter(directory, 0, 1)
         for number in range(rounds):
             # Another order in each round: the machine's moods hit all alike.
-            for way in _WAYS[number % 3 :] + _WAYS[: number % 3]:
+            for way in _WAYS[number % 4 :] + _WAYS[: number % 4]:
                 with _way(way, trace):
                     step()  # the change of ways itself is not what is measured
                     dist.barrier()
@@ -77,7 +78,7 @@ def _measure(rounds: int, step_ms: float) -> dict[str, Any]:
             "notes_ns": _one_note(directory),
             "notes": {},
         }
-        for way in _WAYS[1:]:
+        for way in _NOTING:
             with _way(way, trace):
                 found["notes"][way] = _time_notes(step)
         trace.close()
