@@ -11,7 +11,7 @@
 #include "internal.h"
 
 #define EVERYONE_SUMS_BELOW_BYTES (32 * 1024)
-#define READ_DIRECTLY_FROM_BYTES (512 * 1024)
+#define READ_DIRECTLY_FROM_BYTES (1024 * 1024)
 
 static int everyone_sums(passage *at, uint64_t chunk, bool (*reads)(const passage *at)) {
     plc_comm *comm = at->comm;
