@@ -68,6 +68,13 @@ def test_a_trace_survives_the_death_of_its_rank(tmp_path):
     assert sum(span.kind == Phase.FORWARD for span in found.spans) == 5
 
 
+def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path):
+    for world in (3, 2):
+        for rank in range(world):
+            TraceWriter(tmp_path, rank, world, capacity=4).close()
+    assert [(one.rank, one.world) for one in read_traces(tmp_path)] == [(0, 2), (1, 2)]
+
+
 def test_what_is_no_trace_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="--trace"):
         read_traces(tmp_path)

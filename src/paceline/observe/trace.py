@@ -136,7 +136,9 @@ def read_traces(directory: str | os.PathLike[str]) -> list[RankTrace]:
         raise ConfigError(
             f"no trace in {folder}: record one with `paceline run --trace {folder} train.py` or paceline.trace(...)"
         )
-    return sorted((_read(path) for path in paths), key=lambda one: one.rank)
+    found = sorted((_read(path) for path in paths), key=lambda one: one.rank)
+    # A directory that was used before may hold the files of ranks that the latest run did not have.
+    return [one for one in found if one.world == found[0].world]
 
 
 def _read(path: pathlib.Path) -> RankTrace:
