@@ -44,10 +44,11 @@ def test_ps_shows_a_running_job_from_outside(tmp_path):
         dist.all_reduce(torch.ones(3))
         """,
     )
+    script = script.rename(tmp_path / f"watched_{os.getpid()}.py")  # other jobs of this user may be running
     with launched(run_command(script, options=("--stall-after", "0", "--grace", "1"))) as job:
         wait_for_files(tmp_path / "late")
         deadline = time.monotonic() + 30
-        while not (rows := [json.loads(line) for line in ps("--json").splitlines() if "train.py" in line]) or not any(
+        while not (rows := [json.loads(line) for line in ps("--json").splitlines() if script.name in line]) or not any(
             row["call"] for row in rows
         ):
             assert time.monotonic() < deadline, rows
@@ -55,7 +56,7 @@ def test_ps_shows_a_running_job_from_outside(tmp_path):
         assert first["call"].startswith("all_reduce (call 1 of the default group)")
         assert (second["state"], second["call"], second["world"]) == ("sleeping", None, 2)
         text = ps(second["job"], "--stacks")
-        assert "train.py" in text
+        assert script.name in text
         assert "time.sleep(100)" in text
         job.process.terminate()
         job.wait(30)
