@@ -12,7 +12,8 @@ An all-reduce, in chunks of bounded size:
 Gloo only ever moves bytes; every sum is done by the core, in an order that depends on the placement alone. So all
 ranks get the same bits, in every run.
 
-Before data moves, every call is compared across all ranks, as it is on one host.
+Before data moves, every call is compared across all ranks, as it is on one host. An all-reduce of up to 4 KB rides
+along with that comparison: three steps in all instead of seven.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ __all__ = ["ManyHostsEngine"]
 _CHUNK_BYTES = 8 << 20
 _SUM, _AVG, _PREMUL = Reduction(0), 1, 8
 _WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.complex32: torch.complex64}
-_AGREED = 1
+_HEADER_BYTES = 64  # a call, and room to keep what follows aligned
+_CARRIED_BYTES = 4096
 
 
 class ManyHostsEngine:
@@ -67,6 +69,8 @@ class ManyHostsEngine:
     # --- collectives -------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         call = self._call(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
+        if 0 < tensor.numel() * _wide(tensor.dtype).itemsize <= _CARRIED_BYTES:
+            return self._in_order(lambda: self._reduce_carried(call, tensor, op), wait)
         return self._do(call, lambda: self._reduce_all(tensor, op), wait)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
@@ -178,32 +182,51 @@ class ManyHostsEngine:
     # --- steps -------------------------------------------------------------------------------------
     def _do(self, call: CallRecord, run: Callable[[], None], wait: bool) -> Ticket | None:
         def agreed() -> None:
+            self._agree(call)
+            run()
+
+        return self._in_order(agreed, wait)
+
+    def _in_order(self, run: Callable[[], None], wait: bool) -> Ticket | None:
+        def together() -> None:
             with self._failing_together():
-                self._agree(call)
                 run()
 
-        return self._order.run(agreed, wait)
+        return self._order.run(together, wait)
 
     def _call(self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0) -> CallRecord:
         self._sequence += 1
         return CallRecord(sequence=self._sequence, kind=kind, dtype=dtype, op=op, root=root, count=count, label=label)
 
-    def _agree(self, call: CallRecord) -> None:
-        """Compare the calls of all ranks; all of them come to the same verdict."""
-        mine = torch.frombuffer(bytearray(bytes(call)), dtype=torch.uint8)
-        width = mine.numel()
-        here = [torch.empty(width, dtype=torch.uint8) for _ in self._members[self._host]]
-        self._local.allgather(here, mine, wait=True, timeout_ns=-1)
-        # The hosts may have different numbers of ranks: pad to the longest.
+    def _agree(self, call: CallRecord, carried: torch.Tensor | None = None, code: int = 0) -> torch.Tensor:
+        """Compare the calls of all ranks; all of them come to the same verdict.
+
+        `carried` rides along, reduced by `code` within each host, in order of rank. Returns one row of bytes a host.
+        """
+        mine = torch.zeros(_HEADER_BYTES + _CARRIED_BYTES, dtype=torch.uint8)
+        mine[: C.sizeof(call)] = torch.frombuffer(bytearray(bytes(call)), dtype=torch.uint8)
+        if carried is not None:
+            mine[_HEADER_BYTES:][: _bytes(carried).numel()] = _bytes(carried)
+        here = torch.empty((len(self._members[self._host]), mine.numel()), dtype=torch.uint8)
+        self._local.allgather(here.unbind(), mine, wait=True, timeout_ns=-1)
+        # The hosts may have different numbers of ranks: room for the longest.
         longest = max(map(len, self._members))
-        padded = torch.cat([*here, *[mine] * (longest - len(here))])
-        everything = torch.empty(self._hosts * padded.numel(), dtype=torch.uint8)
+        headers = longest * _HEADER_BYTES
+        block = torch.zeros(headers + _CARRIED_BYTES, dtype=torch.uint8)
+        block[: len(here) * _HEADER_BYTES] = here[:, :_HEADER_BYTES].reshape(-1)
+        if carried is not None:
+            _reduce_local(block[headers:], here[:, _HEADER_BYTES:].unbind(), carried, code)
+        everything = torch.empty((self._hosts, block.numel()), dtype=torch.uint8)
         if self._place == 0:
-            self._lane._allgather_base(everything, padded).wait()
+            self._lane._allgather_base(everything.view(-1), block).wait()
         self._local.broadcast(everything, 0, wait=True, timeout_ns=-1)
+        self._compare(everything[:, :headers].view(self._hosts, longest, _HEADER_BYTES))
+        return everything[:, headers:]
+
+    def _compare(self, headers: torch.Tensor) -> None:
         calls = {
             rank: CallRecord.from_buffer_copy(bytes(row.tolist()))
-            for rows, members in zip(everything.view(self._hosts, longest, width), self._members, strict=True)
+            for rows, members in zip(headers, self._members, strict=True)
             for row, rank in zip(rows, members, strict=False)
         }
         if len({bytes(c) for c in calls.values()}) > 1:
@@ -215,19 +238,37 @@ class ManyHostsEngine:
                 values,
             )
 
+    def _reduce_carried(self, call: CallRecord, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce a short tensor in place: the hosts' sums come with the comparison, everyone adds them."""
+        wide = tensor.reshape(-1).to(_wide(tensor.dtype))
+        if op.code == _PREMUL:
+            wide = wide * op.factor
+        code = _SUM.code if op.code in (_AVG, _PREMUL) else op.code
+        shares = self._agree(call, wide, code)
+        total = torch.empty_like(wide)
+        _reduce_local(_bytes(total), shares.unbind(), wide, code)
+        if op.code == _AVG:
+            native.library().plc_scale_local(address_of(total), total.numel(), core_dtype(total), self.size)
+        tensor.copy_(total.view_as(tensor))
+
     def _reduce_all(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce in place, over all ranks."""
         flat = tensor.reshape(-1)
-        wide = _WIDER.get(flat.dtype, flat.dtype)
-        per_chunk = max(1, _CHUNK_BYTES // torch.empty(0, dtype=wide).element_size())
+        wide = _wide(flat.dtype)
+        pieces = self._lanes * self._hosts
+        per_chunk = max(1, _CHUNK_BYTES // wide.itemsize // pieces) * pieces
         for chunk in flat.split(per_chunk) if flat.numel() else []:
-            chunk.copy_(self._reduce_chunk(chunk.to(wide), op))
+            reduced = self._reduce_chunk(chunk.to(wide), op)
+            if reduced.data_ptr() != chunk.data_ptr():
+                chunk.copy_(reduced)
 
     def _reduce_chunk(self, chunk: torch.Tensor, op: Reduction) -> torch.Tensor:
         piece = -(-chunk.numel() // (self._lanes * self._hosts))
         slice_ = piece * self._hosts
-        whole = torch.zeros(slice_ * self._lanes, dtype=chunk.dtype)
-        whole[: chunk.numel()] = chunk
+        whole = chunk  # all but the last chunk divide evenly
+        if chunk.numel() != slice_ * self._lanes:
+            whole = torch.zeros(slice_ * self._lanes, dtype=chunk.dtype)
+            whole[: chunk.numel()] = chunk
         mine = self._local_sum(whole, slice_, op)
         if self._lane is not None:
             self._lane_sum(mine, piece, op)
@@ -252,11 +293,9 @@ class ManyHostsEngine:
         self._lane.alltoall_base(_bytes(theirs), _bytes(mine), [], [], options).wait()
         total = mine.new_empty(piece)
         code = _SUM.code if op.code in (_AVG, _PREMUL) else op.code
-        pointers = (C.c_void_p * self._hosts)(*[address_of(part) for part in theirs.split(piece)])
-        core = native.library()
-        core.plc_reduce_local(address_of(total), pointers, self._hosts, piece, core_dtype(total), code, 1.0)
+        _reduce_local(total, theirs.split(piece), total, code)
         if op.code == _AVG:
-            core.plc_scale_local(address_of(total), piece, core_dtype(total), self.size)
+            native.library().plc_scale_local(address_of(total), piece, core_dtype(total), self.size)
         self._lane._allgather_base(_bytes(mine), _bytes(total)).wait()
 
     def _share_slices(self, whole: torch.Tensor, mine: torch.Tensor, length: int) -> None:
@@ -396,6 +435,21 @@ class _GlooTicket:
         return int(self._work._source_rank())
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type in which sums of this type are taken."""
+    return _WIDER.get(dtype, dtype)
+
+
+def _reduce_local(out: torch.Tensor, shares: Sequence[torch.Tensor], like: torch.Tensor, code: int) -> None:
+    """out = op over shares, in their order; all of them bytes of tensors like `like`."""
+    pointers = (C.c_void_p * len(shares))(*[address_of(share) for share in shares])
+    core = native.library()
+    core.plc_reduce_local(address_of(out), pointers, len(shares), like.numel(), core_dtype(like), code, 1.0)
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as bytes."""
-    return tensor.detach().reshape(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0, dtype=torch.uint8)
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    # A single element may have any stride and still count as contiguous.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -36,7 +36,8 @@ DTYPE_NAMES = (
 )
 OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
-_SLOT_BYTES = 512 * 1024
+_SLOT_BYTES = 512 * 1024  # a ring of four blocks, which together stay in a second-level cache
+_SLOT_BYTES_MANY_RANKS = 256 * 1024
 _RING_BYTES = 64 * 1024
 _RING_BYTES_MANY_RANKS = 16 * 1024
 _MANY_RANKS = 16
@@ -94,7 +95,7 @@ class Communicator:
         ranks: Sequence[int],
         timeout: timedelta,
         *,
-        slot_bytes: int = _SLOT_BYTES,
+        slot_bytes: int | None = None,
         spin_ns: int | None = None,
         allow_direct: bool = True,
         pids: Mapping[int, int] | None = None,
@@ -369,11 +370,12 @@ def describe_call(call: native.CallRecord) -> str:
     return f"{text} (call {call.sequence})"
 
 
-def _config(size: int, slot_bytes: int, timeout: timedelta, spin_ns: int | None) -> native.Config:
+def _config(size: int, slot_bytes: int | None, timeout: timedelta, spin_ns: int | None) -> native.Config:
     crowded = size > len(os.sched_getaffinity(0))
+    many = size > _MANY_RANKS
     return native.Config(
-        slot_bytes=slot_bytes,
-        ring_bytes=_RING_BYTES if size <= _MANY_RANKS else _RING_BYTES_MANY_RANKS,
+        slot_bytes=slot_bytes or (_SLOT_BYTES_MANY_RANKS if many else _SLOT_BYTES),
+        ring_bytes=_RING_BYTES_MANY_RANKS if many else _RING_BYTES,
         timeout_ns=int(timeout.total_seconds() * 1e9),
         spin_ns=spin_ns if spin_ns is not None else _SPIN_NS_CROWDED if crowded else _SPIN_NS,
     )

@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--hosts", metavar="HxR", help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2"
     )
+    parser.add_argument("--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit")
     parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out even if it is there")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE", help="draw time over size (needs matplotlib)")
@@ -71,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     hosts, per_host = _placement(options.hosts)
     for ranks in [hosts * per_host] if hosts else options.ranks:
         figures = _measure(ranks, sizes, options, hosts)
-        _print(ranks, figures, hosts)
+        _print(ranks, figures, hosts, options.link)
         report += [
             {
                 "ranks": ranks,
@@ -108,7 +109,7 @@ def _measure(
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
-        places = stack.enter_context(simulated_hosts(hosts)) if hosts else []
+        places = stack.enter_context(simulated_hosts(hosts, options.link)) if hosts else []
         mpi = not hosts and stack.enter_context(_mpi(ranks, directory, options))
         job = (ranks, sizes, options.rounds, options.seconds, directory, mpi, places)
         processes = [context.Process(target=_rank, args=(rank, *job)) for rank in range(ranks)]
@@ -314,13 +315,17 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _print(ranks: int, figures: dict[int, dict[str, _Figures]], hosts: int = 0) -> None:
+def _print(ranks: int, figures: dict[int, dict[str, _Figures]], hosts: int = 0, link: str | None = None) -> None:
     from rich.console import Console
     from rich.table import Table
 
     has_mpi = any(_MPI in row for row in figures.values())
     cores = len(os.sched_getaffinity(0))
-    where = f"{ranks} ranks on {cores} cores" + (f", as {hosts} hosts" if hosts else "")
+    where = (
+        f"{ranks} ranks on {cores} cores"
+        + (f", as {hosts} hosts" if hosts else "")
+        + (f" on links of {link}" if link else "")
+    )
     table = Table(title=f"all_reduce, float32, {where}", title_justify="left")
     columns = ["bytes", "min", "p50", "p99", "GB/s", "x Gloo", *(["x MPI"] if has_mpi else []), "of limit"]
     columns += [] if hosts else ["core", *(["x MPI"] if has_mpi else []), "in place", "of limit"]

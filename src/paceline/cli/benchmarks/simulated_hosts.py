@@ -32,8 +32,8 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def simulated_hosts(count: int) -> Iterator[list[int]]:
-    """`count` hosts on one switch; yields the pid that stands for each."""
+def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
+    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); yields the pid that stands for each."""
     if reason := why_not():
         raise PacelineError(f"cannot simulate hosts: {reason}")
     with contextlib.ExitStack() as stack:
@@ -47,6 +47,10 @@ def simulated_hosts(count: int) -> Iterator[list[int]]:
             _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", INTERFACE)
             _inside(host, "ip", "link", "set", INTERFACE, "up")
             _inside(host, "ip", "link", "set", "lo", "up")
+            if link is not None:
+                shape = ["root", "tbf", "rate", link, "burst", "256k", "latency", "100ms"]
+                for place, device in ((host, INTERFACE), (switch, port)):  # sending and receiving
+                    _inside(place, "tc", "qdisc", "add", "dev", device, *shape)
         yield hosts
 
 
