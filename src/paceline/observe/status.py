@@ -266,8 +266,9 @@ class PageMemory:
 
     def put_call(self, text: bytes) -> None:
         """The text of the call this rank is in."""
-        self.memory[_CALL_AT : _CALL_AT + len(text)] = text
-        self.words[_CALL_TEXT_WORD] = len(text)
+        size = len(text)
+        self.memory[_CALL_AT : _CALL_AT + size] = text
+        self.words[_CALL_TEXT_WORD] = size
 
     def put_meeting(self, group: int, number: int, arrived_ns: int, left_ns: int, spent_ns: list[int]) -> None:
         """Note a wait that is over, over the oldest one."""
@@ -400,3 +401,12 @@ def _meetings(copy: bytes, count: int) -> Iterator[Meeting]:
 
 assert _MEETINGS_AT + _MEETINGS * _MEETING_WORDS * 8 <= _BYTES
 assert 4 + len(PHASES) <= _MEETING_WORDS
+# The recorder writes these at once.
+assert tuple(range(Word.PHASE, Word.CALL_TEXT)) == (
+    Word.PHASE,
+    Word.PHASE_SINCE,
+    Word.CALL_SINCE,
+    Word.CALL_GROUP,
+    Word.CALL_NUMBER,
+    Word.CALL_BUCKET,
+)
