@@ -107,6 +107,9 @@ class Word(enum.IntEnum):
     STACKS_FD = 21
     MEETINGS = 22  # recorded so far
     MOVED_ON = 23  # forwards made when this rank last went on to something that follows a backward
+    WATCHED_AT = 24  # when this rank last looked after the others, 0: it does not
+    SAME_KIND = 25  # calls of the latest one's kind so far
+    TOLD = 26  # since when a wait lasted that this rank told of
 
 
 _MEETING = struct.Struct(f"<{4 + len(PHASES)}q")
@@ -145,8 +148,8 @@ class Call:
     names: str = ""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return (self.group_number, self.number)
+    def key(self) -> tuple[int, int, str]:
+        return (self.group_number, self.number, self.kind)
 
     @property
     def words(self) -> str:
@@ -192,6 +195,9 @@ class StatusPage:
     timeout_ns: int
     stacks_fd: int
     moved_on: int = 0
+    watched_at_ns: int = 0
+    same_kind: int = 0
+    told_ns: int = 0
     meetings: tuple[Meeting, ...] = ()
 
     @property
@@ -367,6 +373,9 @@ def _parse(copy: bytes) -> StatusPage | None:
         timeout_ns=word[Word.TIMEOUT],
         stacks_fd=word[Word.STACKS_FD],
         moved_on=word[Word.MOVED_ON],
+        watched_at_ns=word[Word.WATCHED_AT],
+        same_kind=word[Word.SAME_KIND],
+        told_ns=word[Word.TOLD],
         meetings=tuple(_meetings(copy, word[Word.MEETINGS])),
     )
 

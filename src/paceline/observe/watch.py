@@ -69,9 +69,18 @@ def look_at_processes(
 class StallWatch:
     """A thread that looks at the ranks twice a second. Says each stall once, and when it is over."""
 
-    def __init__(self, look_now: _Look, say: Callable[[str], None], limit_s: float) -> None:
+    def __init__(
+        self,
+        look_now: _Look,
+        say: Callable[[str], None],
+        limit_s: float,
+        on_duty: Callable[[], bool] = lambda: True,
+        told: Callable[[Verdict], None] = lambda _: None,
+    ) -> None:
         self._look = look_now
         self._say = say
+        self._on_duty = on_duty
+        self._mark = told
         self._limit_ns = int(limit_s * 1e9)
         self._pause_s = min(_LOOK_EVERY_S, limit_s / 4)
         self._stop = threading.Event()
@@ -90,7 +99,9 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            self.look_once()
+            # Whoever told of a stall also tells of its end.
+            if self._on_duty() or self._told is not None:
+                self.look_once()
 
     def look_once(self) -> None:
         """One look; prints if a stall began or ended."""
@@ -98,8 +109,9 @@ class StallWatch:
         verdict = judge(views, time.monotonic_ns(), self._limit_ns)
         if verdict is None or not verdict.same_stall(self._told):
             self._tell_end(views)
-        if verdict is not None and self._told is None:
+        if verdict is not None and self._told is None and not verdict.told_by(views):
             self._told = verdict
+            self._mark(verdict)
             self._tell(verdict, views)
 
     def _tell(self, verdict: Verdict, views: list[RankView]) -> None:
