@@ -18,7 +18,7 @@ from paceline.observe import stacks
 from paceline.observe.activity import Activity, activity_of
 from paceline.observe.recorder import Recorder, group_number
 from paceline.observe.status import PHASES, Phase, Place, Word, find_pages, read_page
-from paceline.observe.watch import stall_after_s
+from paceline.observe.variables import stall_after_s
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from paceline.launch.environment import RankEnv, find_rank_env
 from paceline.launch.rendezvous import Placement, open_store, place
 from paceline.observe import session
 from paceline.observe.calls import joining
+from paceline.observe.variables import RUN_ID
 from paceline.shm import native_status
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ def _be_observed(timeout: datetime.timedelta | None) -> None:
     from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    job = os.environ.get(session.RUN_ID)
+    job = os.environ.get(RUN_ID)
     if job is None:
         key, name = "paceline/job", uuid.uuid4().hex
         job = _get_default_store().compare_set(key, "", name).decode() if world > 1 else name

@@ -8,27 +8,26 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.observe import watch
 from paceline.observe.calls import CallNotes
-from paceline.observe.peers import Peers
 from paceline.observe.recorder import recorder
 from paceline.observe.status import Phase, Word
-from paceline.observe.verdict import Verdict
+from paceline.observe.variables import RUN_ID, STALL_AFTER, TRACE, WATCHED, stall_after_s
 
-__all__ = ["RUN_ID", "TRACE", "WATCHED", "begin", "end", "joined", "paused", "trace"]
+if TYPE_CHECKING:
+    from paceline.observe.peers import Peers
+    from paceline.observe.verdict import Verdict
+    from paceline.observe.watch import StallWatch
 
-RUN_ID = "PACELINE_RUN_ID"
-TRACE = "PACELINE_TRACE"
-WATCHED = "PACELINE_WATCHED"  # a launcher watches: no rank needs to
+__all__ = ["begin", "end", "joined", "paused", "trace"]
 
 
 class _Session:
     """What this process has set up: process-wide, as torch's default group is."""
 
     notes: CallNotes | None = None
-    stall_watch: watch.StallWatch | None = None
+    stall_watch: StallWatch | None = None
     handles: tuple[Any, ...] = ()
 
 
@@ -55,11 +54,19 @@ def joined(rank: int, world: int, *, job: str, timeout_s: float) -> None:
     begin(rank, world, job=job)
     recorder.page.words[Word.TIMEOUT] = int(timeout_s * 1e9)
     recorder.phase(Phase.OTHER)
-    limit = watch.stall_after_s(os.environ.get(watch.STALL_AFTER))
+    limit = stall_after_s(os.environ.get(STALL_AFTER))
     if world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
-        peers = Peers()
-        _Session.stall_watch = watch.StallWatch(peers.views, _say, limit, lambda: _is_on_duty(peers, rank), _mark)
-        _Session.stall_watch.start()
+        _Session.stall_watch = _watch_others(rank, limit)
+
+
+def _watch_others(rank: int, limit_s: float) -> StallWatch:
+    from paceline.observe.peers import Peers  # ranks of a launcher do without: it does this for them
+    from paceline.observe.watch import StallWatch
+
+    peers = Peers()
+    watch = StallWatch(peers.views, _say, limit_s, lambda: _is_on_duty(peers, rank), _mark)
+    watch.start()
+    return watch
 
 
 def _is_on_duty(peers: Peers, rank: int) -> bool:

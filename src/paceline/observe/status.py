@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+from paceline.observe.variables import SCRIPT
+
 __all__ = [
     "NO_BUCKET",
     "PHASES",
-    "SCRIPT",
     "Call",
     "Meeting",
     "PageMemory",
@@ -44,7 +45,6 @@ _MEETINGS_AT, _MEETINGS = 4096, 96
 _MEETING_WORDS = 16
 _READ_ATTEMPTS = 200
 NO_BUCKET = -1
-SCRIPT = "PACELINE_SCRIPT"
 
 
 class Phase(enum.IntEnum):

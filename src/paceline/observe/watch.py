@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from paceline.errors import ConfigError
 from paceline.observe import stacks
 from paceline.observe.activity import Activity, activity_of
 from paceline.observe.stacks import Stack
@@ -16,27 +15,12 @@ from paceline.observe.status import StatusPage, find_pages, read_page
 from paceline.observe.table import stall_page
 from paceline.observe.verdict import RankView, Verdict, judge
 
-__all__ = ["STALL_AFTER", "StallWatch", "ask_stacks", "look", "look_at", "look_at_processes", "stall_after_s"]
+__all__ = ["StallWatch", "ask_stacks", "look", "look_at", "look_at_processes"]
 
-STALL_AFTER = "PACELINE_STALL_AFTER"
-_DEFAULT_STALL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.5
 _MOST_STACKS = 8  # a page shall stay one page
 
 _Look = Callable[[], list[RankView]]
-
-
-def stall_after_s(text: str | None) -> float:
-    """How long a wait may last before it is reported; 0 turns the watch off."""
-    if not text:
-        return _DEFAULT_STALL_AFTER_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ConfigError(f"{STALL_AFTER} (--stall-after) should be a number of seconds, or 0 for never, not {text!r}")
-    return seconds
 
 
 def look(job: str | None = None) -> list[RankView]:
