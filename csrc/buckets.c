@@ -12,6 +12,7 @@
 #include "internal.h"
 
 #define CHUNK_BYTES (64 * 1024)
+#define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
 /* Note n is overwritten by note n + 4. A rank writes that one after an exchange at which every rank arrived with note
  * n + 3 written, hence with note n read. */
 #define NOTES 4
@@ -167,10 +168,9 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     return PLC_OK;
 }
 
-/* The result of one chunk, written to the first region and copied to the others while it is in cache. */
-static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
-    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element;
-    uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
+/* The result of one block, written to the first region and copied to the others while it is in cache. */
+static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64_t count, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype);
     uint32_t ranks = arena->ranks;
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
@@ -187,6 +187,12 @@ static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, cons
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
     }
     for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
+}
+
+static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element, per_block = BLOCK_BYTES / element;
+    uint64_t from = chunk * per_chunk, end = MIN(b->count, from + per_chunk);
+    for (; from < end; from += per_block) reduce_part(arena, b, from, MIN(end - from, per_block), w);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
@@ -242,4 +248,30 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     int status = finish(arena, index, timeout_ns);
     step_out(arena->comm);
     return status;
+}
+
+int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
+                   const uint64_t *bytes) {
+    char *to = (char *)plc_arena_region(arena, arena->rank) + offset;
+    uint64_t left = offset > arena->bytes_per_rank ? 0 : arena->bytes_per_rank - offset;
+    for (uint32_t i = 0; i < pieces; i++) {
+        if (bytes[i] > left) return PLC_INVALID;
+        const void *from = (const void *)(uintptr_t)addresses[i];
+        if (from != to) memcpy(to, from, bytes[i]);
+        to += bytes[i], left -= bytes[i];
+    }
+    return PLC_OK;
+}
+
+int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index, int64_t timeout_ns,
+                   uint32_t *number) {
+    *number = plc_arena_note(arena, numbers, 1);
+    int status = plc_bucket_ready(arena, index);
+    /* Counted in after the bucket: who has waited for the notes finds the bucket complete too. */
+    if (status == PLC_OK) status = plc_bucket_ready(arena, signals);
+    if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
+    if (status != PLC_OK) return status;
+    for (uint32_t r = 0; r < arena->ranks; r++)
+        if (memcmp(note_of(arena, r, *number)->numbers, numbers, sizeof(note)) != 0) return PLC_PENDING;
+    return plc_bucket_finish(arena, index, timeout_ns);
 }
