@@ -23,6 +23,7 @@ _REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pa
 # What is asked of every gradient in every step is asked by map(): a loop of bytecode takes three times as long.
 _gradient_of: Callable[[Any], torch.Tensor | None] = attrgetter("grad")
 _dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
+_has_graph: Callable[[Any], bool] = attrgetter("requires_grad")
 _address_of: Callable[[Any], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[Any], bool] = torch.Tensor.is_contiguous
 _ONLY_NONE = {id(None)}
@@ -209,7 +210,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self.prepare()
         self._placed = False
-        if contribute and len(used) == self.size and self._place_all():
+        if contribute and len(used) == self.size and (self.place_quickly() or self._place_all()):
             self._placed = True
             return set(used)
         used = {position for position in used if self.parameters[position].grad is not None}
@@ -236,6 +237,8 @@ class DenseBucket(Bucket):
         if sum(map(getrefcount, views)) != _OWN_REFERENCES * (self.size + placed):
             return False
         if not all(map(_is_contiguous, gradients)) or {*map(_dtype_of, gradients)} != {self.dtype}:
+            return False
+        if any(map(_has_graph, gradients)):
             return False
         self._fill(self.flat, 0, addresses, self._lengths_bytes, self.nbytes)
         for parameter, view in zip(self.parameters, views, strict=True):

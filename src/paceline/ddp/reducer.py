@@ -143,9 +143,10 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
         self.window = SampleWindow()
+        self.upcoming: float = 0.0  # samples of the forward that is running
         self.globally_used: torch.Tensor | None = None
         self.unequal_counts_seen = False
-        self._limits = limits
+        self.limits = limits
         self._may_replan = replan
         self._skip_unused = skip_unused
         self._check_finite = check_finite
@@ -617,7 +618,7 @@ class Reducer:
     def _complete_at_once(self, bucket: Bucket) -> bool:
         """The usual step of a small model: every gradient is there, one call does the rest. False: nothing is done."""
         assert self.transport is not None
-        if self._trouble is not None or self._check_finite or self._keeps_graph or not isinstance(bucket, DenseBucket):
+        if self._trouble is not None or self._check_finite or not isinstance(bucket, DenseBucket):
             return False
         self._count_samples()
         contribution = self.window.contribution()
@@ -699,11 +700,14 @@ class Reducer:
             self._hold_always = True  # nested backwards: a parameter may get several gradients
         if not self._may_replan:
             return
-        order = torch.tensor(plan_order(self._arrived, len(self.managed)), dtype=torch.int64)
+        limit = 0 if self.limits.given else self.transport.measure_limit()
+        proposal = torch.tensor([limit, *plan_order(self._arrived, len(self.managed))], dtype=torch.int64)
         if self.transport.rank != 0:
-            order.zero_()
-        order = self.transport.sum_of(order)
-        self._new_plan = plan_buckets(self._specs(), self._limits, order.tolist())
+            proposal.zero_()
+        limit, *order = self.transport.sum_of(proposal).tolist()
+        if limit:
+            self.limits = BucketLimits((limit,))
+        self._new_plan = plan_buckets(self._specs(), self.limits, order)
 
     def _go_idle(self) -> None:
         if self._mode is _Mode.SYNCING:

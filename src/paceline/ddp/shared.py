@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from paceline.ddp.buckets import Bucket, DenseBucket, Fill
+from paceline.ddp.plan import limit_for
 from paceline.ddp.reducer import Managed
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.transport import Transport
@@ -27,6 +28,7 @@ __all__ = ["SharedTransport"]
 _ALIGNMENT = 64
 _SIGNALS = 0  # the bucket that carries no data: all have written their signal
 _SUM, _AVERAGE = 0, 1
+_TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
 
 
 class SharedTransport(Transport):
@@ -140,6 +142,12 @@ class SharedTransport(Transport):
         self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
         return number
 
+    def measure_limit(self) -> int:
+        exchange = min(_seconds(lambda: self.exchange(Signal(Call.ANSWER))) for _ in range(_TRIALS))
+        one, other = torch.zeros(_SAMPLE_NUMBERS), torch.zeros(_SAMPLE_NUMBERS)
+        summing = min(_seconds(lambda: one.add_(other)) for _ in range(_TRIALS))
+        return limit_for(exchange, one.nbytes / summing)
+
     def close(self, signal: Signal) -> None:
         self._last = self._write(signal, weighs=False)
 
@@ -167,3 +175,9 @@ class SharedTransport(Transport):
         if number == self._last and rows.count(self._own_row) == self.world:
             return [self._own] * self.world  # the usual case: everybody says the same
         return [Signal.unpack(row) for row in rows]
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

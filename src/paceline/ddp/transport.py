@@ -70,6 +70,13 @@ class Transport(abc.ABC):
         """How gradients are copied into memory of `allocate` quickest; None: torch does it."""
         return None
 
+    def measure_limit(self) -> int:
+        """The bucket size that suits this host, measured together with all ranks; 0: keep torch's.
+
+        Only where the bits of a sum do not depend on the bucket it is taken in.
+        """
+        return 0
+
     # Whether all work is done at the end of backward: then nobody needs to know when a gradient arrives.
     works_at_end = False
 
