@@ -29,7 +29,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -201,6 +201,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
     "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
     "plc_arena_weigh": (None, [_PTR, _I32, _I32]),
+    "plc_arena_fill": (_I32, [_PTR, _U64, _U32, _PTR, _PTR]),
+    "plc_arena_step": (_I32, [_PTR, _PTR, _U32, _U32, _I64, _PTR]),
 }
 
 
