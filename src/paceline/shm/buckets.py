@@ -55,7 +55,7 @@ class BucketArena:
         )
         self._own_note = (C.c_double * NOTE_NUMBERS)()
         self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
-        self._finish, self._step = core.plc_bucket_finish, core.plc_arena_step
+        self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
         self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
         self._number = C.c_uint32()
 
@@ -73,17 +73,18 @@ class BucketArena:
 
         handle = C.c_void_p()
         ranks = comm.names
-        with shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout) as (
-            descriptor,
-            _,
-        ):
+        here = shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout, comm.pids)
+        with here as (descriptor, _):
             status = core.plc_arena_open(comm.handle, descriptor, None, bytes_per_rank, buckets, C.byref(handle))
             if status != Status.OK:
                 raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
         return cls(comm, handle, bytes_per_rank, buckets)
 
     def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:
-        """Say where bucket `index` lies and what is done to it. The same on all ranks, before its first use."""
+        """Say where bucket `index` lies and what is done to it, before its first use.
+
+        The same on all ranks: if not, the first `finish` raises `MismatchError` on all of them.
+        """
         if native.library().plc_bucket_define(self._handle, index, offset, count, dtype, op) != Status.OK:
             raise ConfigError(
                 f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "
