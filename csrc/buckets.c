@@ -12,6 +12,8 @@
 #include "internal.h"
 
 #define CHUNK_BYTES (64 * 1024)
+#define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
+#define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
 /* Note n is overwritten by note n + 4. A rank writes that one after an exchange at which every rank arrived with note
  * n + 3 written, hence with note n read. */
 #define NOTES 4
@@ -181,10 +183,9 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     return PLC_OK;
 }
 
-/* The result of one chunk, written to the first region and copied to the others while it is in cache. */
-static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
-    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element;
-    uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
+/* The result of one block, written to the first region and copied to the others while it is in cache. */
+static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64_t count, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype);
     uint32_t ranks = arena->ranks;
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
@@ -201,6 +202,12 @@ static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, cons
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
     }
     for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
+}
+
+static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element, per_block = BLOCK_BYTES / element;
+    uint64_t from = chunk * per_chunk, end = MIN(b->count, from + per_chunk);
+    for (; from < end; from += per_block) reduce_part(arena, b, from, MIN(end - from, per_block), w);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
@@ -278,4 +285,57 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     caller_returns(&scope);
     step_out(arena->comm);
     return status;
+}
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+/* Past the cache: the target is read next by another core, and fetching its old content first would cost a third. */
+static void copy_long(char *to, const char *from, uint64_t bytes) {
+    uint64_t head = MIN(ALIGN_UP((uintptr_t)to, CACHE_LINE) - (uintptr_t)to, bytes);
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= CACHE_LINE; to += CACHE_LINE, from += CACHE_LINE, bytes -= CACHE_LINE) {
+        const __m128i *x = (const __m128i *)from;
+        __m128i a = _mm_loadu_si128(x), b = _mm_loadu_si128(x + 1), c = _mm_loadu_si128(x + 2), d = _mm_loadu_si128(x + 3);
+        __m128i *y = (__m128i *)to;
+        _mm_stream_si128(y, a), _mm_stream_si128(y + 1, b), _mm_stream_si128(y + 2, c), _mm_stream_si128(y + 3, d);
+    }
+    memcpy(to, from, bytes);
+    _mm_sfence(); /* before the arrival is counted */
+}
+#else
+static void copy_long(char *to, const char *from, uint64_t bytes) { memcpy(to, from, bytes); }
+#endif
+
+static void copy(char *to, const char *from, uint64_t bytes) {
+    if (bytes >= COPY_LONG_FROM_BYTES)
+        copy_long(to, from, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
+int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
+                   const uint64_t *bytes) {
+    char *to = (char *)plc_arena_region(arena, arena->rank) + offset;
+    uint64_t left = offset > arena->bytes_per_rank ? 0 : arena->bytes_per_rank - offset;
+    for (uint32_t i = 0; i < pieces; i++) {
+        if (bytes[i] > left) return PLC_INVALID;
+        const void *from = (const void *)(uintptr_t)addresses[i];
+        if (from != to) copy(to, from, bytes[i]);
+        to += bytes[i], left -= bytes[i];
+    }
+    return PLC_OK;
+}
+
+int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index, int64_t timeout_ns,
+                   uint32_t *number) {
+    *number = plc_arena_note(arena, numbers, 1);
+    int status = plc_bucket_ready(arena, index);
+    /* Counted in after the bucket: who has waited for the notes finds the bucket complete too. */
+    if (status == PLC_OK) status = plc_bucket_ready(arena, signals);
+    if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
+    if (status != PLC_OK) return status;
+    for (uint32_t r = 0; r < arena->ranks; r++)
+        if (memcmp(note_of(arena, r, *number)->numbers, numbers, sizeof(note)) != 0) return PLC_PENDING;
+    return plc_bucket_finish(arena, index, timeout_ns);
 }

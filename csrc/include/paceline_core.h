@@ -211,6 +211,13 @@ PLC_API void plc_arena_read_notes(plc_arena *arena, uint32_t number, double *out
 /* Averages become weighted: by the samples in the last note with `weighs` set (its numbers 1, 2 and 3: samples of the
  * reference micro-batch, of all micro-batches, and how many there were), or by the ranks that had any. */
 PLC_API void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ranks);
+/* Copy pieces of memory one after the other into this rank's region. A piece that lies there already stays. */
+PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
+                           const uint64_t *bytes);
+/* A whole exchange: a note that weighs, bucket `index`, and the empty bucket `signals` that says all notes are written.
+ * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. [lock] */
+PLC_API int plc_arena_step(plc_arena *arena, const double *note, uint32_t signals, uint32_t index, int64_t timeout_ns,
+                           uint32_t *number);
 
 #ifdef __cplusplus
 }

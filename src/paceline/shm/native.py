@@ -215,6 +215,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
     "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
     "plc_arena_weigh": (None, [_PTR, _I32, _I32]),
+    "plc_arena_fill": (_I32, [_PTR, _U64, _U32, _PTR, _PTR]),
+    "plc_arena_step": (_I32, [_PTR, _PTR, _U32, _U32, _I64, _PTR]),
 }
 
 
