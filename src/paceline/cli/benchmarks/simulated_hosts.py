@@ -17,7 +17,7 @@ from paceline.errors import PacelineError
 
 __all__ = ["enter", "simulated_hosts", "why_not"]
 
-INTERFACE = "eth0"
+_INTERFACE = "eth0"
 _CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
 
 
@@ -42,14 +42,14 @@ def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
         _inside(switch, "ip", "link", "set", "bridge", "up")
         for index, host in enumerate(hosts):
             port = f"port{index}"
-            _inside(switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", INTERFACE, "netns", str(host)])
+            _inside(switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", _INTERFACE, "netns", str(host)])
             _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
-            _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", INTERFACE)
-            _inside(host, "ip", "link", "set", INTERFACE, "up")
+            _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", _INTERFACE)
+            _inside(host, "ip", "link", "set", _INTERFACE, "up")
             _inside(host, "ip", "link", "set", "lo", "up")
             if link is not None:
                 shape = ["root", "tbf", "rate", link, "burst", "256k", "latency", "100ms"]
-                for place, device in ((host, INTERFACE), (switch, port)):  # sending and receiving
+                for place, device in ((host, _INTERFACE), (switch, port)):  # sending and receiving
                     _inside(place, "tc", "qdisc", "add", "dev", device, *shape)
         yield hosts
 
@@ -62,7 +62,7 @@ def enter(host: int) -> None:
         if libc.setns(descriptor, kind) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the {name} namespace of process {host}")
         os.close(descriptor)
-    os.environ["GLOO_SOCKET_IFNAME"] = INTERFACE
+    os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
 
 @contextlib.contextmanager
