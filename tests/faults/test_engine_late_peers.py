@@ -284,6 +284,8 @@ def strike_within_a_call(number: int) -> None:
     """Send this process a signal once its group has begun another call."""
     import torch.distributed as dist
 
+    if number == signal.SIGINT:  # a job started in the background ignores it
+        signal.signal(number, signal.default_int_handler)
     comm = dist.group.WORLD.engine.comm
     calls = comm._core.plc_comm_sequence
     before = calls(comm.handle)

@@ -42,7 +42,9 @@ def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
         _inside(switch, "ip", "link", "set", "bridge", "up")
         for index, host in enumerate(hosts):
             port = f"port{index}"
-            _inside(switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", _INTERFACE, "netns", str(host)])
+            _inside(
+                switch, *["ip", "link", "add", port, "type", "veth", "peer", "name", _INTERFACE, "netns", str(host)]
+            )
             _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
             _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", _INTERFACE)
             _inside(host, "ip", "link", "set", _INTERFACE, "up")
