@@ -116,7 +116,7 @@ class BucketArena:
         finished.
         """
         self._comm.handle  # noqa: B018 - raises if the group is gone
-        self._own_note[:] = numbers
+        self._own_note[:] = list(numbers)
         status = self._step(self._handle, self._own_note, signals, index, -1, C.byref(self._number))
         if status not in (Status.OK, Status.PENDING):
             raise self._comm.error(status, Kind.ALLREDUCE)
