@@ -200,6 +200,24 @@ def test_errors_in_the_group_name_the_cause_not_the_consequence(tmp_path):
         assert "RuntimeError: the loss is nan" in job.last_line
 
 
+def test_a_step_that_fails_on_one_rank_is_that_rank_s_failure(tmp_path):
+    """The others raise a StepError about it, perhaps earlier than that rank has told its own."""
+    script = write_script(
+        tmp_path,
+        """
+        import torch, paceline
+        paceline.init_process_group()
+        model = paceline.DistributedDataParallel(torch.nn.Linear(10, 1))
+        for step in range(6):
+            width = 11 if paceline.rank() == 1 and step == 5 else 10
+            model(torch.ones(4, width)).sum().backward()
+        """,
+    )
+    job = _run(run_command(script, options=(TORCH,)), code=1)
+    assert "rank 1" in job.last_line, job.stderr
+    assert "failed first: RuntimeError: mat1 and mat2 shapes" in job.last_line
+
+
 def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
     script = write_script(
         tmp_path,

@@ -8,6 +8,8 @@ import shutil
 import pytest
 
 from paceline.observe.report import write_report
+from paceline.observe.status import Phase
+from paceline.observe.trace import Kind, TraceWriter
 from tests.unit.test_observe_trace import write_run
 
 FLAGS = (
@@ -110,13 +112,46 @@ def test_the_page_works_offline_in_a_browser(tmp_path, browser):
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") != light
     assert has_colour(browser, "view") > 3
 
-    browser.set_window_size(700, 900)
-    assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+    for width in (1900, 700, 500):
+        browser.set_window_size(width, 900)
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
     # The browser's own first page asks for much; ours for itself alone.
     assert [one["request"]["url"] for one in asked if one["documentURL"] == page.as_uri()] == [page.as_uri()]
+
+    for other in (_long_run(tmp_path / "long"), _many_ranks(tmp_path / "many"), _nothing(tmp_path / "nothing")):
+        browser.get(other.as_uri())
+        assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
+        assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+        if other.parent.name == "nothing":
+            assert element("words").text.startswith("Nothing was recorded")
+            assert not element("view").is_displayed()
+        else:
+            assert has_colour(browser, "view") > 3
+    assert browser.get_log("browser") == []
+
+
+def _long_run(folder):
+    """More spans than pixels: the page shows shares of time."""
+    write_run(folder, steps=3000)
+    return write_report(folder)
+
+
+def _many_ranks(folder):
+    for rank in range(24):
+        writer = TraceWriter(folder, rank, 24, capacity=64)
+        for step in range(8):
+            writer.add(Phase.FORWARD, step * 10**7, step * 10**7 + 10**6 * (3 + rank % 3), step)
+            writer.add(Kind.MEETING, step * 10**7 + 10**6 * (3 + rank % 3), (step + 1) * 10**7, step, 7, step)
+        writer.close()
+    return write_report(folder)
+
+
+def _nothing(folder):
+    TraceWriter(folder, 0, 1, capacity=4).close()
+    return write_report(folder)
 
 
 def _at(element):

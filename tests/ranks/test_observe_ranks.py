@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -65,41 +68,73 @@ def test_ps_shows_a_running_job_from_outside(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_that_uses_torch_alone_is_observed_under_paceline_run(tmp_path):
+def test_ps_goes_on_showing_a_job_until_it_is_interrupted(tmp_path):
+    """On a terminal of its own, as a user would watch it."""
     script = write_script(
         tmp_path,
-        """
-        import time, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        if dist.get_rank() == 1:
-            time.sleep(4)
-        dist.all_reduce(torch.ones(3))
-        dist.destroy_process_group()
+        f"""
+        import pathlib, time, paceline
+        paceline.init_process_group()
+        pathlib.Path({str(tmp_path)!r}, f"up-{{paceline.rank()}}").write_text("1")
+        time.sleep(600)
         """,
     )
-    options = ("--stall-after", "1", "--preload=torch,torch.distributed")
-    with launched(run_command(script, options=options)) as job:
-        assert job.wait() == 0, job.stderr
-    assert "verdict: rank 1 has not reached all_reduce (call 1 of the default group)" in job.stderr
-
-
-def _stall_without_launcher(rank, world, path):
-    with open(path, "a") as file, contextlib.redirect_stderr(file):
-        join("gloo")
-        if rank == 1:
-            time.sleep(5)
-        dist.barrier()
-        paceline.destroy_process_group()
+    ours, theirs = pty.openpty()
+    with launched(run_command(script, options=("--grace", "1"))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        rows = [json.loads(line) for line in ps("--json").splitlines()]
+        name = next(row["job"] for row in rows if row["pid"] in job.processes())
+        command = [sys.executable, "-m", "paceline", "ps", name, "--watch"]
+        with launched(command, {"COLUMNS": "150", "LINES": "40"}, stdin=theirs, stdout=theirs, stderr=theirs) as watch:
+            os.close(theirs)
+            shown, deadline = "", time.monotonic() + 60
+            while shown.count("2 ranks") < 2:  # drawn, and drawn again
+                assert time.monotonic() < deadline, shown
+                shown += os.read(ours, 4096).decode()
+            watch.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(OSError):  # the terminal ends with its last user
+                while part := os.read(ours, 4096):
+                    shown += part.decode()
+            assert watch.process.wait(60) == 0
+        os.close(ours)
+        job.process.terminate()
+        job.wait(60)
+    assert "train.py  job" in shown
+    assert "sleeping" in shown
+    assert "Traceback" not in shown
 
 
 @pytest.mark.slow
-def test_rank_0_tells_where_there_is_no_launcher(tmp_path):
-    path = tmp_path / "stderr"
-    run_ranks(2, _stall_without_launcher, str(path), env={"PACELINE_STALL_AFTER": "0.5"})
-    said = path.read_text()
-    assert "verdict: rank 1 has not reached barrier (call 1 of the default group)" in said
-    assert "sleeping" in said
-    assert "time.sleep(5)" in said
+def test_the_progress_line_and_the_report_name_a_straggler_and_its_phase(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import time, torch, paceline
+        from paceline.observe import Progress
+        paceline.init_process_group()
+        layer = torch.nn.Linear(4, 2)
+        if paceline.rank() == 1:
+            layer.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+        model = paceline.DistributedDataParallel(layer)
+        data = torch.utils.data.TensorDataset(torch.ones(320, 4))
+        with Progress(80, enabled=paceline.is_main()) as progress:
+            for x, in paceline.DataLoader(data, batch_size=4):
+                loss = model(x).square().mean()
+                loss.backward()
+                progress.step(loss.item(), 4, model.last_sync_seconds)
+        """,
+    )
+    with launched(run_command(script, options=("--trace", str(tmp_path / "trace")))) as job:
+        assert job.wait() == 0, job.stderr
+    last = job.stdout.strip().splitlines()[-1]
+    assert last.startswith("[0] step 80/80  loss ")
+    assert "rank 1 is slower in forward: the others wait " in last
+    words = subprocess.run(
+        [sys.executable, "-m", "paceline", "report", "--words", str(tmp_path / "trace")],
+        capture_output=True, text=True, check=True, timeout=60,
+    ).stdout  # fmt: skip
+    assert "Rank 1 is the one the others wait for" in words
+    assert "comes from forward on that rank" in words
 
 
 def _calls(rank, world, backend):
@@ -175,15 +210,30 @@ def _train_with_one_slow_rank(rank, world, backend, where):
     dist.barrier()
     paceline.destroy_process_group()
     # The first steps also pay for what happens once.
-    charges = charge({page.rank: page.meetings[-30:] for page in pages})
-    return charges.share(1, Phase[where.upper()]), find_straggler(charges, len(pages))
+    records = {page.rank: page.meetings[-30:] for page in pages}
+    return records, find_straggler(charge(records), len(pages))
+
+
+def _share_of_a_usual_step(records, phase):
+    """Of the waiting at each meeting where anybody waited notably, the part charged to rank 1's phase: the median."""
+    common = set.intersection(*({(one.group, one.number) for one in found} for found in records.values()))
+    shares = []
+    for key in common:
+        charges = charge(
+            {rank: [one for one in found if (one.group, one.number) == key] for rank, found in records.items()}
+        )
+        if charges.total_ns > 25e6:
+            shares.append(charges.share(1, phase))
+    assert len(shares) >= 10
+    return statistics.median(shares)
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("where", ["loader", "forward", "backward"])
 def test_waiting_is_charged_to_the_slow_rank_and_phase(backend, where):
-    for share, straggler in run_ranks(2, _train_with_one_slow_rank, backend, where):
-        assert share >= 0.8  # 0.9 is the aim; the rest is for machines that run much else beside these tests
+    for records, straggler in run_ranks(2, _train_with_one_slow_rank, backend, where):
+        # Of most steps: others on the machine may hold anybody up in some.
+        assert _share_of_a_usual_step(records, Phase[where.upper()]) >= 0.9
         assert (straggler.rank, straggler.phase) == (1, Phase[where.upper()])
 
 

@@ -112,6 +112,21 @@ def test_the_json_is_what_chrome_and_perfetto_read(tmp_path):
     assert all(event["dur"] >= 0 and {"ts", "pid", "tid"} <= event.keys() for event in complete)
 
 
+def test_a_loss_that_is_no_number_spoils_neither_json_nor_page(tmp_path):
+    writer = TraceWriter(tmp_path, 0, 1)
+    for step, loss in enumerate((1.0, float("nan"), float("inf"), 0.5)):
+        writer.add(Phase.FORWARD, step * MS, (step + 1) * MS, step)
+        writer.scalars(step, loss, 8)
+    writer.close()
+    path = write_report(tmp_path)
+
+    def refuse(constant):
+        raise AssertionError(f"{constant} is no JSON")
+
+    events = json.loads(path.with_suffix(".json").read_text(), parse_constant=refuse)["traceEvents"]
+    assert [event["args"]["loss"] for event in events if event["ph"] == "C"] == [1.0, 0.5]
+
+
 def test_the_page_needs_nothing_but_itself(tmp_path):
     write_run(tmp_path, steps=3)
     text = page(Timeline(read_traces(tmp_path)))

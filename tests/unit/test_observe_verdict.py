@@ -41,6 +41,8 @@ def view(rank, *, activity=Activity.IDLE, phase=Phase.OTHER, seconds=33.0, exitc
         timeout_ns=facts.pop("timeout_ns", 0),
         stacks_fd=5,
         moved_on=facts.pop("moved_on", 3),
+        same_kind=facts.pop("same_kind", 0),
+        told_ns=facts.pop("told_ns", 0),
     )
     assert not facts
     return RankView(rank, 100 + rank, page, activity, exitcode, line)
@@ -114,6 +116,23 @@ def test_several_forwards_for_one_backward_are_no_skip():
         waiting(0, forwards=16, backwards=8, moved_on=15), view(1, forwards=15, backwards=7, moved_on=14, line="x.py:1")
     )
     assert found.cause != "skipped backward"
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_two_kinds_of_call_with_one_number_differ_and_the_unusual_one_is_blamed(odd):
+    """Groups of torch's: the calls are counted alike on both ranks, but one of them makes another."""
+    usual, unusual = call("all_reduce", 7, group="g"), call("barrier", 7, group="g")
+    views = [view(rank, call=usual, same_kind=6) for rank in (0, 1)]
+    views[odd] = view(odd, call=unusual, same_kind=1)
+    found = verdict(*views)
+    assert (found.blamed, found.cause) == ((odd,), "extra collective")
+
+
+def test_what_another_rank_has_told_is_not_told_again():
+    told = waiting(0).call.since_ns
+    found = verdict(waiting(0), view(1))
+    assert not found.told_by([waiting(0), view(1)])
+    assert found.told_by([waiting(0), view(1, told_ns=told)])
 
 
 def test_among_many_ranks_the_odd_one_is_blamed():

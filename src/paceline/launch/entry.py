@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
+from paceline.errors import StepError
 from paceline.launch.job import Function, Report, Script
 from paceline.observe import session
 
@@ -149,8 +150,14 @@ def _tell(error: BaseException, report_fd: int) -> int:
     if sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):
         sys.excepthook(type(error), error, tb)
     summary = traceback.format_exception_only(error)[0].strip()
-    send_frame(report_fd, Report("error", now, text, summary, _dump(error, tb)))
+    send_frame(report_fd, Report("error", now, text, summary, _dump(error, tb), _caused_by(error)))
     return 1
+
+
+def _caused_by(error: BaseException) -> int | None:
+    """The rank that failed first, if this error tells of a failure elsewhere."""
+    other = error.rank if isinstance(error, StepError) else None
+    return other if other is not None and str(other) != os.environ.get("RANK") else None
 
 
 def _tell_exit(error: SystemExit, report_fd: int, now: float) -> int:

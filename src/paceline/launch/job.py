@@ -92,6 +92,7 @@ class Report:
     text: str = ""  # the traceback, or where it was interrupted
     summary: str = ""  # the last line of it
     payload: bytes = b""  # the pickled result or exception
+    caused_by: int | None = None  # another rank, whose own error this one only passes on
 
 
 @dataclasses.dataclass(frozen=True)

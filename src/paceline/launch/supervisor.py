@@ -78,6 +78,11 @@ class Failure:
     exitcode: int | None  # None: it reported an error and had to be killed while ending
     report: Report | None
 
+    @property
+    def is_consequence(self) -> bool:
+        """Whether another rank's failure made this one: then that is the first, whoever tells earlier."""
+        return self.report is not None and self.report.caused_by is not None
+
 
 @dataclasses.dataclass
 class Ending:
@@ -300,8 +305,9 @@ class Supervisor:
         size = int.from_bytes(rank.frame[:8], "little")
         if rank.report is None and len(rank.frame) >= 8 + size:
             rank.report = pickle.loads(rank.frame[8 : 8 + size])
-            if rank.report is not None and rank.report.kind == "error":
+            if rank.report is not None and rank.report.kind == "error" and rank.report.caused_by is None:
                 # It will end by itself; the others need not wait for that, nor for it to hang in its clean-up.
+                # One that only passes on another's error leaves that rank time to tell its own.
                 self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=rank.index)
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -379,7 +385,7 @@ class Supervisor:
         found = (rank.failure(self._stopping is not None and rank.index in self._stopping) for rank in self._ranks)
         return Ending(
             reports=[rank.report for rank in self._ranks],
-            failures=sorted((f for f in found if f is not None), key=lambda f: f.when),
+            failures=sorted((f for f in found if f is not None), key=lambda f: (f.is_consequence, f.when)),
             clean=frozenset(rank.index for rank in self._ranks if rank.end is not None and rank.end.exitcode == 0),
             first_rank=self._placed.first_rank,
             stopped_by=self._stopped_by,

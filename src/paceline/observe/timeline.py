@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import math
 import os
 import pathlib
 import statistics
@@ -309,7 +310,9 @@ def chrome_trace(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _chrome_event(rank: int, span: Span) -> Iterator[dict[str, Any]]:
     micro = {"ts": span.start_ns / 1e3, "pid": rank}
     if span.kind == Kind.SCALARS:
-        yield {"ph": "C", "name": "loss", **micro, "args": {"loss": _double(span.detail)}}
+        loss = _double(span.detail)
+        if math.isfinite(loss):  # JSON has no others
+            yield {"ph": "C", "name": "loss", **micro, "args": {"loss": loss}}
         return
     complete = {"ph": "X", **micro, "dur": (span.end_ns - span.start_ns) / 1e3, "args": {"step": span.step}}
     if span.kind < Kind.BUCKET_FILL:
@@ -324,5 +327,5 @@ def write_chrome_trace(timeline: Timeline, path: str | os.PathLike[str]) -> None
     with pathlib.Path(path).open("w") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         for index, event in enumerate(chrome_trace(timeline)):
-            file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":")))
+            file.write((",\n" if index else "") + json.dumps(event, separators=(",", ":"), allow_nan=False))
         file.write("\n]}\n")

@@ -10,6 +10,8 @@ import sys
 import tempfile
 import time
 
+from paceline.errors import LaunchError
+
 __all__ = ["add_arguments", "run"]
 
 _SCRIPT = """\
@@ -62,5 +64,7 @@ def _time_to_first_step(command: list[str], ranks: int) -> float:
         script.write_text(_SCRIPT)
         began = time.time()
         environ = {**os.environ, "FIRST_STEP": folder, "OMP_NUM_THREADS": "1"}
-        subprocess.run([*command, str(script)], check=True, capture_output=True, env=environ)
+        done = subprocess.run([*command, str(script)], check=False, capture_output=True, text=True, env=environ)
+        if done.returncode != 0:
+            raise LaunchError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr}")
         return max(float(pathlib.Path(folder, str(rank)).read_text()) for rank in range(ranks)) - began
