@@ -38,7 +38,7 @@ class Fails(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("what", "kind"), [("there", KeyError), ("here", KeyError), ("odd", RuntimeError)])
+@pytest.mark.parametrize(("what", "kind"), [("there", KeyError), ("here", KeyError), ("odd", Odd)])
 def test_an_exception_of_a_replica_keeps_its_type_and_traceback(what, kind):
     with DataParallel(Fails(os.getpid(), what), workers=2) as model:
         x = torch.randn(4, 2)
