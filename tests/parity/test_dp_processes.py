@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 from paceline import DataParallel
@@ -587,7 +588,9 @@ def test_sums_are_not_written_where_others_look(wrap):
     torch.testing.assert_close(model.module.kept[0], half.c.grad, rtol=1e-10, atol=1e-10)
 
 
-def test_compiled_modules(wrap):
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks, and hides it by itself
+def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     bare = mlp()
     model = wrap(torch.compile(copy.deepcopy(bare), backend="aot_eager"))
     x = torch.randn(6, 6, dtype=torch.float64)
