@@ -12,6 +12,8 @@
 #include "internal.h"
 
 #define CHUNK_BYTES (64 * 1024)
+#define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
+#define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
 /* Note n is overwritten by note n + 4. A rank writes that one after an exchange at which every rank arrived with note
  * n + 3 written, hence with note n read. */
 #define NOTES 4
@@ -30,6 +32,7 @@ typedef struct {
     uint64_t offset, count;
     uint32_t dtype, op, chunks;
     uint32_t uses; /* how often this rank has counted itself in */
+    bool compared; /* the ranks were found to mean the same by it */
 } bucket;
 
 struct plc_arena {
@@ -46,13 +49,18 @@ struct plc_arena {
 /* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
 static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
 
-/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's region. */
+/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's definitions, every
+ * rank's region. */
 static uint64_t notes_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
 }
 
+static uint64_t definitions_at(uint32_t ranks, uint32_t buckets) {
+    return notes_at(ranks, buckets) + ranks * NOTES * sizeof(note);
+}
+
 static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
-    return ALIGN_UP(notes_at(ranks, buckets) + ranks * NOTES * sizeof(note), 4096);
+    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call), 4096);
 }
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
@@ -155,6 +163,12 @@ static _Atomic uint32_t *uses_of(const plc_arena *arena, uint32_t rank, uint32_t
     return (_Atomic uint32_t *)(table + rank * uses_stride(arena->buckets)) + index;
 }
 
+/* What a rank means by a bucket, in the form of a call: its number, offset (label), count, type and operation. */
+static plc_call *definition_of(const plc_arena *arena, uint32_t rank, uint32_t index) {
+    plc_call *table = (plc_call *)((char *)arena->mapping + definitions_at(arena->ranks, arena->buckets));
+    return table + (uint64_t)rank * arena->buckets + index;
+}
+
 int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
     if (index >= arena->buckets || !can_reduce(dtype, op)) return PLC_INVALID;
     uint64_t element = plc_element_bytes(dtype), room = arena->bytes_per_rank;
@@ -164,13 +178,14 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
     uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
     *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
+    *definition_of(arena, arena->rank, index) = (plc_call){.sequence = index, .kind = PLC_BUCKET, .dtype = dtype,
+                                                           .op = op, .root = -1, .count = count, .label = offset};
     return PLC_OK;
 }
 
-/* The result of one chunk, written to the first region and copied to the others while it is in cache. */
-static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
-    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element;
-    uint64_t from = chunk * per_chunk, count = MIN(b->count - from, per_chunk);
+/* The result of one block, written to the first region and copied to the others while it is in cache. */
+static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64_t count, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype);
     uint32_t ranks = arena->ranks;
     const void *inputs[PLC_MAX_RANKS];
     char *first = (char *)plc_arena_region(arena, 0) + b->offset + from * element;
@@ -187,6 +202,12 @@ static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, cons
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
     }
     for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
+}
+
+static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
+    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element, per_block = BLOCK_BYTES / element;
+    uint64_t from = chunk * per_chunk, end = MIN(b->count, from + per_chunk);
+    for (; from < end; from += per_block) reduce_part(arena, b, from, MIN(end - from, per_block), w);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
@@ -225,21 +246,96 @@ static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) 
     return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
 }
 
+/* Once, when all ranks are in: all of them look at the same definitions and come to the same verdict. */
+static int compare_definitions(plc_arena *arena, uint32_t index) {
+    plc_comm *comm = arena->comm;
+    const plc_call *mine = definition_of(arena, arena->rank, index);
+    bool same = true;
+    for (uint32_t r = 0; r < arena->ranks; r++) {
+        const plc_call *c = definition_of(arena, r, index);
+        same = same && c->label == mine->label && c->count == mine->count && c->dtype == mine->dtype && c->op == mine->op;
+    }
+    arena->table[index].compared = same;
+    if (same) return PLC_OK;
+    pthread_mutex_lock(&comm->failure_lock);
+    for (uint32_t r = 0; r < arena->ranks; r++) comm->mismatched[r] = *definition_of(arena, r, index);
+    pthread_mutex_unlock(&comm->failure_lock);
+    return PLC_MISMATCH;
+}
+
 static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
     bucket_wait context = {arena, index};
     int status = wait_for(arena->comm, &c->arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+    if (status == PLC_OK && !b->compared) status = compare_definitions(arena, index);
     if (status != PLC_OK) return status;
+    if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) caller_waits();
     help(arena, index);
     return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
+    caller_scope scope;
     if (!step_in(arena->comm)) return PLC_ABORTED;
+    caller_enters(&scope, arena->comm);
     int status = finish(arena, index, timeout_ns);
+    caller_returns(&scope);
     step_out(arena->comm);
     return status;
+}
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+/* Past the cache: the target is read next by another core, and fetching its old content first would cost a third. */
+static void copy_long(char *to, const char *from, uint64_t bytes) {
+    uint64_t head = MIN(ALIGN_UP((uintptr_t)to, CACHE_LINE) - (uintptr_t)to, bytes);
+    memcpy(to, from, head);
+    to += head, from += head, bytes -= head;
+    for (; bytes >= CACHE_LINE; to += CACHE_LINE, from += CACHE_LINE, bytes -= CACHE_LINE) {
+        const __m128i *x = (const __m128i *)from;
+        __m128i a = _mm_loadu_si128(x), b = _mm_loadu_si128(x + 1), c = _mm_loadu_si128(x + 2), d = _mm_loadu_si128(x + 3);
+        __m128i *y = (__m128i *)to;
+        _mm_stream_si128(y, a), _mm_stream_si128(y + 1, b), _mm_stream_si128(y + 2, c), _mm_stream_si128(y + 3, d);
+    }
+    memcpy(to, from, bytes);
+    _mm_sfence(); /* before the arrival is counted */
+}
+#else
+static void copy_long(char *to, const char *from, uint64_t bytes) { memcpy(to, from, bytes); }
+#endif
+
+static void copy(char *to, const char *from, uint64_t bytes) {
+    if (bytes >= COPY_LONG_FROM_BYTES)
+        copy_long(to, from, bytes);
+    else
+        memcpy(to, from, bytes);
+}
+
+int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
+                   const uint64_t *bytes) {
+    char *to = (char *)plc_arena_region(arena, arena->rank) + offset;
+    uint64_t left = offset > arena->bytes_per_rank ? 0 : arena->bytes_per_rank - offset;
+    for (uint32_t i = 0; i < pieces; i++) {
+        if (bytes[i] > left) return PLC_INVALID;
+        const void *from = (const void *)(uintptr_t)addresses[i];
+        if (from != to) copy(to, from, bytes[i]);
+        to += bytes[i], left -= bytes[i];
+    }
+    return PLC_OK;
+}
+
+int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index, int64_t timeout_ns,
+                   uint32_t *number) {
+    *number = plc_arena_note(arena, numbers, 1);
+    int status = plc_bucket_ready(arena, index);
+    /* Counted in after the bucket: who has waited for the notes finds the bucket complete too. */
+    if (status == PLC_OK) status = plc_bucket_ready(arena, signals);
+    if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
+    if (status != PLC_OK) return status;
+    for (uint32_t r = 0; r < arena->ranks; r++)
+        if (memcmp(note_of(arena, r, *number)->numbers, numbers, sizeof(note)) != 0) return PLC_PENDING;
+    return plc_bucket_finish(arena, index, timeout_ns);
 }

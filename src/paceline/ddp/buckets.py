@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import enum
 import itertools
+from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
+from operator import attrgetter, is_
 from sys import getrefcount
 from typing import Any
 
@@ -18,8 +20,18 @@ import torch.distributed as dist
 # getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
 _OWN_REFERENCES = 2
 _REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pairs
+# What is asked of every gradient in every step is asked by map(): a loop of bytecode takes three times as long.
+_gradient_of: Callable[[Any], torch.Tensor | None] = attrgetter("grad")
+_dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
+_has_graph: Callable[[Any], bool] = attrgetter("requires_grad")
+_address_of: Callable[[Any], int] = torch.Tensor.data_ptr
+_is_contiguous: Callable[[Any], bool] = torch.Tensor.is_contiguous
+_ONLY_NONE = {id(None)}
 
-__all__ = ["Bucket", "DenseBucket", "SparseBucket", "State"]
+__all__ = ["Bucket", "DenseBucket", "Fill", "SparseBucket", "State"]
+
+# fill(flat tensor, element offset, addresses, lengths in bytes, bytes in all): copies pieces of memory side by side.
+Fill = Callable[[torch.Tensor, int, "array[int]", "array[int]", int], None]
 
 
 class State(enum.Enum):
@@ -38,16 +50,37 @@ class Bucket:
         self.index = index
         self.members = tuple(members)
         self.parameters = list(parameters)
+        self.size = len(self.members)
+        self.positions = range(self.size)
         self.fired: list[int] = []  # positions whose gradient arrived in this backward, as they came
         self.state = State.FILLING
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
+        self._before: list[tuple[torch.Tensor | None, int]] | None = None  # None: no parameter had a gradient
 
     def reset(self) -> None:
         self.fired.clear()
         self.state = State.FILLING
+
+    # Parameters that have no hook tell by their gradients whether backward has reached them.
+
+    def remember_gradients(self) -> None:
+        """Before a backward: what arrives from now on is seen by comparison with this."""
+        gradients = list(map(_gradient_of, self.parameters))
+        self._before = None
+        if {*map(id, gradients)} != _ONLY_NONE:
+            self._before = [(one, -1 if one is None else one._version) for one in gradients]
+
+    def arrived(self) -> list[int]:
+        """Positions whose gradient is new or has changed since then."""
+        gradients = map(_gradient_of, self.parameters)
+        if self._before is None:
+            return [i for i, one in enumerate(gradients) if one is not None]
+        pairs = enumerate(zip(gradients, self._before, strict=True))
+        return [i for i, (one, had) in pairs if one is not None and (one is not had[0] or one._version != had[1])]
+
+    @property
+    def surely_full(self) -> bool:
+        """Every gradient has arrived. Only where there was none before: a changed one may change again."""
+        return self._before is None and None.__class__ not in set(map(type, map(_gradient_of, self.parameters)))
 
     def prepare(self) -> None:
         """Before a backward: take memory, if that has not happened yet or if a caller still uses it."""
@@ -93,6 +126,7 @@ class DenseBucket(Bucket):
         parameters: Sequence[torch.Tensor],
         allocate: Callable[[int, torch.device], torch.Tensor | None],
         dtype: torch.dtype | None = None,
+        fill: Fill | None = None,
     ) -> None:
         super().__init__(index, members, parameters)
         first = parameters[0]
@@ -104,6 +138,9 @@ class DenseBucket(Bucket):
         self.numel = sum(self.lengths)
         self.nbytes = self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
         self._allocate = allocate
+        # By address only where every gradient lies in memory as its place does.
+        self._fill = fill if not self._converts and all(one.is_contiguous() for one in parameters) else None
+        self._lengths_bytes = array("Q", [length * self.dtype.itemsize for length in self.lengths])
         self._flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self._references = 0
@@ -145,7 +182,12 @@ class DenseBucket(Bucket):
         ):
             return
         view = self._vacant(position)
-        view.copy_(gradient)
+        if self._fill is not None and gradient.is_contiguous() and gradient.dtype is self.dtype:
+            length = self._lengths_bytes[position]
+            address, lengths = array("Q", [gradient.data_ptr()]), array("Q", [length])
+            self._fill(self.flat, self.offsets[position], address, lengths, length)
+        else:
+            view.copy_(gradient)
         parameter.grad = view
 
     def vacate(self) -> None:
@@ -168,7 +210,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self.prepare()
         self._placed = False
-        if contribute and len(used) == self.size and self._place_all():
+        if contribute and len(used) == self.size and (self.place_quickly() or self._place_all()):
             self._placed = True
             return set(used)
         used = {position for position in used if self.parameters[position].grad is not None}
@@ -179,6 +221,30 @@ class DenseBucket(Bucket):
         else:
             self.flat.zero_()
         return used
+
+    def place_quickly(self) -> bool:
+        """The usual case in one call: every gradient is there, plain, and moves in for good. False changes nothing."""
+        views = self.views
+        if self._fill is None or not views:
+            return False
+        gradients = list(map(_gradient_of, self.parameters))
+        try:
+            addresses = array("Q", map(_address_of, gradients))
+        except (TypeError, RuntimeError):  # one is missing, or has no memory of its own
+            return False
+        # Nobody but this list, and the gradients that lie here already, refers to a place.
+        placed = sum(map(is_, gradients, views))
+        if sum(map(getrefcount, views)) != _OWN_REFERENCES * (self.size + placed):
+            return False
+        if not all(map(_is_contiguous, gradients)) or {*map(_dtype_of, gradients)} != {self.dtype}:
+            return False
+        if any(map(_has_graph, gradients)):
+            return False
+        self._fill(self.flat, 0, addresses, self._lengths_bytes, self.nbytes)
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.grad = view
+        self._placed = True
+        return True
 
     def _place_all(self) -> bool:
         """The usual case in one pass: every gradient is there and moves in for good. False if one is special."""

@@ -45,6 +45,19 @@ _CHECK_REPLICAS_EVERY = 200
 _FORWARD, _FORWARDS = int(Phase.FORWARD), int(Word.FORWARDS)
 
 
+class _Active:
+    """The module whose forward is running, for torch.compile. No attribute of the class itself: setting one in every
+    step would throw away all that the interpreter has cached about the class."""
+
+    __slots__ = ("module",)
+
+    def __init__(self) -> None:
+        self.module: DistributedDataParallel | None = None
+
+
+_active = _Active()
+
+
 class DistributedDataParallel(torch.nn.Module, Joinable):
     """Data-parallel training: every rank runs its part of the batch, gradients are averaged during backward.
 
@@ -56,9 +69,6 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     check_finite: look for non-finite gradients before they are averaged, and fail the step on every rank.
     on_error: the default policy of `all_or_none()`.
     """
-
-    # Read by torch.compile through the class of the active module.
-    _active_ddp_module: DistributedDataParallel | None = None
 
     def __init__(  # noqa: PLR0915 - one line or block per argument, in torch's order
         self,
@@ -142,6 +152,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._ddp_sink_clone = True
         self._lazy_init_ran = False
+        self._is_plain = False  # nothing happens before or after forward but averaging; known at the first one
         self._buffer_futures: list[Any] = []
 
         self._check_replicas(sync_now)
@@ -327,30 +338,43 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        if self._is_transparent():
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # there is a module
         if _profiler_enabled():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
 
+    def _is_transparent(self) -> bool:
+        """One rank, nothing to weigh, nobody looking: a forward is that of the module, at no cost."""
+        return (
+            self._transport is None
+            and self._is_plain
+            and self.require_backward_grad_sync
+            and not self.reducer.window.open
+            and not recorder.shared
+            and recorder.trace is None
+            and not _profiler_enabled()
+        )
+
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = recorder.current
         recorder.phase(_FORWARD)
+        previous, _active.module = _active.module, self
         try:
-            return self._forward_in_phase(inputs, kwargs)
+            inputs, kwargs = self._before_forward(inputs, kwargs)
+            output = self._run_module(inputs, kwargs)
+            return self._after_forward(output)
         finally:
+            _active.module = previous
             recorder.phase(before, again=True)
 
-    def _forward_in_phase(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs, kwargs = self._before_forward(inputs, kwargs)
-        previous, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
+    def _run_module(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
-            output = self.module(*inputs, **kwargs)
+            return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # there is a module
         except Exception as error:
             self._forward_failed(error)
             raise
-        finally:
-            DistributedDataParallel._active_ddp_module = previous
-        return self._after_forward(output)
 
     def _before_forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         if not self._lazy_init_ran:
@@ -359,7 +383,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             watched = self._frozen or self.reducer.unhooked
             if watched and any(one.requires_grad for one in (*self._frozen, *self.reducer.unhooked)):
                 self._follow_unfreezing()
-            self._count = self._stated_count if self._stated_count is not None else first_batch_size(inputs, kwargs)
+            stated = self._stated_count
+            # Kept by the reducer: setting an attribute of a torch module costs more than the rest of this line.
+            self.reducer.upcoming = first_batch_size(inputs, kwargs) if stated is None else stated
         if self._transport is not None:
             self._meet_peers()
         if self.device_ids:
@@ -377,7 +403,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if joining:
             Join.notify_join_context(self)
         if torch.is_grad_enabled() and self.reducer.follow_plan():
-            _logger.debug("buckets re-planned in the order gradients arrived: %d", len(self.reducer.buckets))
+            size = max(self.reducer.limits.bytes) / MIB
+            _logger.debug("%d buckets of %g MiB, in the order gradients arrived", len(self.reducer.buckets), size)
         buffers = self._syncs_buffers_before_forward()
         if buffers or joining:
             follows = torch.is_grad_enabled() and self.require_backward_grad_sync
@@ -387,16 +414,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 self._sync_buffers(signals)
 
     def _after_forward(self, output: Any) -> Any:
-        if self._low_precision is not None and not torch.is_grad_enabled():
+        enabled = torch.is_grad_enabled()
+        if self._low_precision is not None and not enabled:
             self._low_precision.restore()
         if self._buffer_hook is not None and self._buffer_hook.after_forward and self.will_sync_module_buffers():
             self._run_buffer_hook(self._buffer_hook)
         sync = self.require_backward_grad_sync
-        if torch.is_grad_enabled():
+        if enabled:
             recorder.count(_FORWARDS)
-            self.require_forward_param_sync = sync
+            if self.require_forward_param_sync is not sync:
+                self.require_forward_param_sync = sync
             if self._transport is not None or not sync or self.reducer.accumulating:
-                self.reducer.watch(tensors_in(output), self._count, sync)
+                self.reducer.watch(tensors_in(output), self.reducer.upcoming, sync)
         else:
             self.require_forward_param_sync = False
         if self._delayed is not None:
@@ -411,6 +440,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
+        self._is_plain = not (
+            self.device_ids or self._low_precision or self._delayed or self._buffer_hook or self._frozen
+        )
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             self._step_in_backward()
 
@@ -583,6 +615,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._buffer_hook = BufferHook(hook, state, after)
+        self._is_plain = False
 
     # ------------------------------------------------------------------------------------------ hooks
 
@@ -662,7 +695,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
-        return cls._active_ddp_module
+        return _active.module
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What this instance was built with and has done, under torch's names."""
@@ -675,7 +708,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "iteration": self.reducer.steps,
             "num_parameter_tensors": len(managed),
             "total_parameter_size_bytes": sum(one.parameter.numel() * one.parameter.element_size() for one in managed),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "bucket_cap_bytes": max(self.reducer.limits.bytes),
             "find_unused_parameters": int(self.find_unused_parameters),
             "forward_sync_buffers": int(self.forward_sync_buffers),
             "broadcast_buffers": int(self.forward_sync_buffers),

@@ -8,15 +8,28 @@ torch, hence the same order of additions on transports whose order depends on th
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from collections.abc import Hashable, Sequence
 
-__all__ = ["MIB", "UNLIMITED", "BucketLimits", "BucketPlan", "GradientSpec", "first_plan", "plan_buckets", "plan_order"]
+__all__ = [
+    "MIB",
+    "UNLIMITED",
+    "BucketLimits",
+    "BucketPlan",
+    "GradientSpec",
+    "first_plan",
+    "limit_for",
+    "plan_buckets",
+    "plan_order",
+]
 
 MIB = 1024 * 1024
 UNLIMITED = sys.maxsize
 _FIRST_BUCKET_BYTES = MIB
 _DEFAULT_BUCKET_MIB = 25
+_COST_SHARE = 20
+_SMALLEST_MEASURED, _LARGEST_MEASURED = MIB, 64 * MIB
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -43,6 +56,7 @@ class BucketLimits:
     """How many bytes a bucket may hold before the next is begun: the first ones, then the last for all others."""
 
     bytes: tuple[int, ...]
+    given: bool = True  # by the caller; if not, measurement may choose others where the sums do not depend on it
 
     @classmethod
     def create(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
@@ -50,8 +64,15 @@ class BucketLimits:
         if bucket_cap_mb_list:
             return cls(tuple(int(mb * MIB) for mb in bucket_cap_mb_list))
         if bucket_cap_mb is None:
-            return cls((_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_MIB * MIB))
+            return cls((_FIRST_BUCKET_BYTES, _DEFAULT_BUCKET_MIB * MIB), given=False)
         return cls((int(bucket_cap_mb * MIB),))
+
+
+def limit_for(seconds_per_bucket: float, bytes_per_second: float) -> int:
+    """A size, a power of two, at which what a bucket costs whatever its size is a twentieth of summing it."""
+    worth = _COST_SHARE * seconds_per_bucket * bytes_per_second
+    exponent = round(math.log2(max(worth, 1.0)))
+    return min(max(1 << exponent, _SMALLEST_MEASURED), _LARGEST_MEASURED)
 
 
 def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order: Sequence[int]) -> BucketPlan:

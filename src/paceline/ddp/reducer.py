@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket, State
 from paceline.ddp.comm_hooks import CommHook
 from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
-from paceline.ddp.samples import SampleWindow, weight_of
+from paceline.ddp.samples import Contribution, SampleWindow, weight_of
 from paceline.ddp.signals import Call, Signal, common_call
 from paceline.ddp.transport import Transport
 from paceline.errors import PacelineError, StepError
@@ -44,6 +44,7 @@ _TAKE_AT_ONCE_BYTES = 256 * 1024
 _completions = itertools.count(1)
 _reducers = itertools.count()  # made in the same order on every rank
 _NAMES_SHOWN = 4
+_PASSES_KEPT = 8
 _BACKWARD, _OTHER = int(Phase.BACKWARD), int(Phase.OTHER)
 _SYNCS = int(Word.SYNCS)
 
@@ -142,9 +143,10 @@ class Reducer:
         self.buckets: list[Bucket] = []
         self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
         self.window = SampleWindow()
+        self.upcoming: float = 0.0  # samples of the forward that is running
         self.globally_used: torch.Tensor | None = None
         self.unequal_counts_seen = False
-        self._limits = limits
+        self.limits = limits
         self._may_replan = replan
         self._skip_unused = skip_unused
         self._check_finite = check_finite
@@ -160,7 +162,10 @@ class Reducer:
         self._arrived: list[int] = []
         self._used_since_exchange: set[int] = set()
         self._silent: set[int] = set()  # reached by backward, but without a gradient
-        self._passes: weakref.WeakSet[ForwardPass] = weakref.WeakSet()
+        self._passes: list[weakref.ref[ForwardPass]] = []
+        self._itself = weakref.ref(self)
+        self._sees_all = True  # every parameter has a hook
+        self._keeps_graph = False  # backward(create_graph=True): gradients have a history
         self._scaling: list[Any] = []
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles)
@@ -195,7 +200,8 @@ class Reducer:
                 self.buckets.append(SparseBucket(index, members, parameters))
             else:
                 dtype = self.bucket_dtype if parameters[0].is_floating_point() else None
-                self.buckets.append(DenseBucket(index, members, parameters, self.transport.allocate, dtype))
+                allocate, fill = self.transport.allocate, self.transport.filler()
+                self.buckets.append(DenseBucket(index, members, parameters, allocate, dtype, fill))
         self.plan = plan
         self._name_buckets()
         self._install_hooks()
@@ -212,19 +218,28 @@ class Reducer:
         recorder.buckets_planned(self.number, names, sizes)
 
     def _install_hooks(self) -> None:
+        """A hook on every parameter; later, where only the end of backward counts, on few (see _needs_hook)."""
         for bucket in self.buckets:
             for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
                 if not parameter.requires_grad:
                     self.unhooked.append(parameter)
                     continue  # frozen since: it counts as unused until the next plan
-                hook = self._gradient_hook(bucket, position, index, parameter)
-                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+                if self._sees_all or self._needs_hook(bucket, position):
+                    hook = self._gradient_hook(bucket, position, index, parameter)
+                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _needs_hook(self, bucket: Bucket, position: int) -> bool:
+        """The last gradient of a bucket to arrive, unless it is sent at the end anyway; and those taken at once."""
+        is_last = position == bucket.size - 1 and bucket.index < len(self.buckets) - 1
+        return is_last or _is_large(bucket.parameters[position])
 
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
     ) -> Callable[[torch.Tensor], None]:
         # Runs once per parameter and backward: as few steps as possible, all names bound beforehand. The parameter
         # keeps the hook, so the hook must not keep the reducer.
+        if not self._sees_all:
+            return self._rare_hook(bucket.index, position, bucket.size, _is_large(parameter))
         fired, size, number = bucket.fired, bucket.size, bucket.index
         note_position, note_arrival = fired.append, self._arrived.append
         reducer = weakref.ref(self)
@@ -243,8 +258,20 @@ class Reducer:
                 alive.take(number, position)
             arrived(_)
 
-        large = parameter.numel() * parameter.element_size() >= _TAKE_AT_ONCE_BYTES
-        return arrived_large if large else arrived
+        return arrived_large if _is_large(parameter) else arrived
+
+    def _rare_hook(self, number: int, position: int, size: int, large: bool) -> Callable[[torch.Tensor], None]:
+        reducer = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                if large:
+                    alive.take(number, position)
+                if position == size - 1:
+                    alive.bucket_full(number)
+
+        return arrived
 
     def take(self, number: int, position: int) -> None:
         """A large gradient arrived."""
@@ -275,6 +302,7 @@ class Reducer:
         plan, self._new_plan = self._new_plan, None
         for bucket in self.buckets:
             bucket.vacate()
+        self._sees_all = self.transport is None or not self.transport.works_at_end
         self._build(plan)
         self.replanned = True
         return True
@@ -284,15 +312,31 @@ class Reducer:
     def watch(self, tensors: Sequence[torch.Tensor], count: float, sync: bool) -> None:
         """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
         if self._mode is _Mode.IDLE:
-            for bucket in self.buckets:
-                bucket.fired.clear()
-            self._arrived.clear()
+            self._forget_arrivals()
         one = ForwardPass(count, sync)
-        reached = functools.partial(_reached, weakref.ref(self), one)
+        reached = functools.partial(_reached, self._itself, one)
+        hooked = False
         for tensor in tensors:
             if tensor.requires_grad:
-                self._passes.add(one)
+                hooked = True
                 tensor.register_hook(reached)
+        if hooked:
+            if len(self._passes) >= _PASSES_KEPT:  # forwards without a backward: their outputs are gone
+                self._passes = [ref for ref in self._passes if ref() is not None]
+            self._passes.append(weakref.ref(one))
+
+    def _forget_arrivals(self) -> None:
+        self._arrived.clear()
+        for bucket in self.buckets:
+            bucket.fired.clear()
+            if not self._sees_all:
+                bucket.remember_gradients()
+
+    def _outstanding(self) -> list[ForwardPass]:
+        """Forwards whose backward has not come yet."""
+        passes = [one for one in (ref() for ref in self._passes) if one is not None and not one.spent]
+        self._passes = [weakref.ref(one) for one in passes]
+        return passes
 
     @property
     def accumulating(self) -> bool:
@@ -320,13 +364,15 @@ class Reducer:
         self._used_count = 0
         self._trouble = None
         recorder.phase(_BACKWARD)
-        self._filling_since = time.monotonic_ns()
-        self._launched.clear()
-        others = [other for other in self._passes if other is not one and not other.spent]
+        if recorder.trace is not None:
+            self._filling_since = time.monotonic_ns()
+            self._launched.clear()
+        self._keeps_graph = torch.is_grad_enabled()
+        one.spent = True
+        others = self._outstanding()
         # Nothing to overlap with one bucket; with several forwards outstanding, how many samples this backward
         # covers is known at its end only; and the first step is the one that shows how gradients arrive.
         self._hold = self._hold_always or self.steps == 0 or len(self.buckets) == 1 or bool(others)
-        one.spent = True
         self._count = one.count
         # Only the engine keeps the callback; we know it by its number.
         self._completion = next(_completions)
@@ -377,7 +423,7 @@ class Reducer:
             if bucket.state is not State.FILLING:
                 self._arrived_too_late(bucket)
                 return
-            if len(bucket.fired) > bucket.size and len(set(bucket.fired)) < bucket.size:
+            if not self._is_full(bucket):
                 return
             bucket.state = State.READY
             # A nested backward may bring more gradients to parameters that already have one.
@@ -388,6 +434,19 @@ class Reducer:
             # The last bucket waits for the end of backward: with it goes this rank's last word on the step.
             while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is State.READY:
                 self._send(self.buckets[self._next])
+
+    def _is_full(self, bucket: Bucket) -> bool:
+        if self._sees_all:
+            return len(bucket.fired) <= bucket.size or len(set(bucket.fired)) >= bucket.size
+        return bucket.surely_full and not self._keeps_graph
+
+    def _look_for_late_arrivals(self) -> None:
+        """Gradients that have changed since their bucket was sent, of parameters whose hook would have told."""
+        for bucket in self.buckets[: self._next]:
+            late = bucket.arrived()
+            if late:
+                bucket.fired[:] = late
+                self._arrived_too_late(bucket)
 
     def _arrived_too_late(self, bucket: Bucket) -> None:
         name = self.managed[bucket.members[bucket.fired[-1]]].name
@@ -438,10 +497,22 @@ class Reducer:
     def _used(self) -> set[int]:
         return self._used_since_exchange.union(self._arrived) - self._silent
 
+    def _anything_arrived(self) -> bool:
+        if self._sees_all or self._next:
+            return bool(self._arrived)
+        return any(bucket.arrived() for bucket in self.buckets)
+
+    def _note_arrivals(self, bucket: Bucket) -> None:
+        """Parameters without a hook: look which of them have a gradient."""
+        if not self._sees_all:
+            bucket.fired[:] = bucket.arrived()
+            self._arrived.extend(bucket.members[position] for position in bucket.fired)
+
     def _send(self, bucket: Bucket) -> None:
         """Fill what is not filled and hand the bucket to the transport."""
         with torch.no_grad():
             self._count_samples()
+            self._note_arrivals(bucket)
             reached = self._used_in(bucket)
             empty = self._by_samples and self.window.contribution().empty
             used = bucket.gather(reached, contribute=not empty)
@@ -455,6 +526,8 @@ class Reducer:
                 self._close()
             bucket.state = State.IN_FLIGHT
             self._next = bucket.index + 1
+            if not self._sees_all and not self._hold:
+                bucket.remember_gradients()
             if self._skip_unused and not used:
                 return
             self._launch(bucket)
@@ -503,10 +576,12 @@ class Reducer:
             return
         self._remove_scaling()
         try:
-            if self.transport is not None and not self._arrived:
+            if self.transport is not None and not self._anything_arrived():
                 return  # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was touched
             if self._mode is _Mode.MUTED:
                 self._count_samples()
+                for bucket in self.buckets:
+                    self._note_arrivals(bucket)
                 self._used_since_exchange.update(self._arrived)
             elif self.transport is None:
                 self._weigh_alone()
@@ -532,9 +607,38 @@ class Reducer:
 
     def _complete(self) -> None:
         assert self.transport is not None
+        if not self._sees_all:
+            if len(self.buckets) == 1 and self._complete_at_once(self.buckets[0]):
+                return
+            self._look_for_late_arrivals()
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
         self._finish()
+
+    def _complete_at_once(self, bucket: Bucket) -> bool:
+        """The usual step of a small model: every gradient is there, one call does the rest. False: nothing is done."""
+        assert self.transport is not None
+        if self._trouble is not None or self._check_finite or not isinstance(bucket, DenseBucket):
+            return False
+        self._count_samples()
+        contribution = self.window.contribution()
+        if contribution.empty or not bucket.place_quickly():
+            return False
+        bucket.fired.extend(bucket.positions)
+        self._arrived.extend(bucket.members)
+        self._used_count, self._begun, self._next = bucket.size, True, 1
+        bucket.state = State.IN_FLIGHT
+        self._note_launch(bucket)
+        self._enter_wait(at_end=True)
+        try:
+            alike = self.transport.exchange_at_once(_row_of(contribution), bucket)
+            signals = () if alike else self._wait_for_all()
+        finally:
+            recorder.leave(then=_OTHER)
+        self._note_averages()
+        recorder.count(_SYNCS)
+        self._give_out(signals)
+        return True
 
     def _finish(self) -> None:
         """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks without data."""
@@ -596,11 +700,14 @@ class Reducer:
             self._hold_always = True  # nested backwards: a parameter may get several gradients
         if not self._may_replan:
             return
-        order = torch.tensor(plan_order(self._arrived, len(self.managed)), dtype=torch.int64)
+        limit = 0 if self.limits.given else self.transport.measure_limit()
+        proposal = torch.tensor([limit, *plan_order(self._arrived, len(self.managed))], dtype=torch.int64)
         if self.transport.rank != 0:
-            order.zero_()
-        order = self.transport.sum_of(order)
-        self._new_plan = plan_buckets(self._specs(), self._limits, order.tolist())
+            proposal.zero_()
+        limit, *order = self.transport.sum_of(proposal).tolist()
+        if limit:
+            self.limits = BucketLimits((limit,))
+        self._new_plan = plan_buckets(self._specs(), self.limits, order)
 
     def _go_idle(self) -> None:
         if self._mode is _Mode.SYNCING:
@@ -614,6 +721,8 @@ class Reducer:
         self._silent.clear()
         for bucket in self.buckets:
             bucket.reset()
+        if not self._sees_all and self._outstanding():
+            self._forget_arrivals()  # the next backward needs no forward before it
 
     def _remove_scaling(self) -> None:
         for handle in self._scaling:
@@ -783,6 +892,16 @@ def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -
     alive = reducer()
     if alive is not None:
         alive.reached_output(one)
+
+
+def _is_large(parameter: torch.Tensor) -> bool:
+    return parameter.numel() * parameter.element_size() >= _TAKE_AT_ONCE_BYTES
+
+
+def _row_of(contribution: Contribution) -> list[float]:
+    """The signal of a backward that went well, packed."""
+    one = contribution
+    return [float(Call.BACKWARD), one.reference, one.total, float(one.micro_batches), 0.0, 0.0, 0.0, 0.0]
 
 
 def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:

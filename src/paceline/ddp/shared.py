@@ -7,12 +7,14 @@ The weights of the average are read from the signals by the rank that does the s
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from array import array
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.buckets import Bucket, DenseBucket
+from paceline.ddp.buckets import Bucket, DenseBucket, Fill
+from paceline.ddp.plan import limit_for
 from paceline.ddp.reducer import Managed
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.transport import Transport
@@ -26,12 +28,14 @@ __all__ = ["SharedTransport"]
 _ALIGNMENT = 64
 _SIGNALS = 0  # the bucket that carries no data: all have written their signal
 _SUM, _AVERAGE = 0, 1
+_TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
 
 
 class SharedTransport(Transport):
     """Dense CPU gradients of a `paceline` group whose ranks are all on one host."""
 
     asks_first = False
+    works_at_end = True
 
     def __init__(self, group: PacelineGroup, managed: Sequence[Managed]) -> None:
         super().__init__(group)
@@ -42,6 +46,7 @@ class SharedTransport(Transport):
         self._arena = BucketArena.open(
             group.engine.comm, group.get_group_store(), bytes_per_rank=room, buckets=1 + 2 * len(sizes) + 2
         )
+        self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._defined = 1
         self.forget()
@@ -49,7 +54,7 @@ class SharedTransport(Transport):
         self._arrived = True
         self._weighing: tuple[bool, bool] | None = None
         self._own = Signal(Call.ANSWER)
-        self._own_row: list[float] = []
+        self._own_row: Sequence[float] = []
         self._note = self._last = 0
         self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
 
@@ -76,14 +81,38 @@ class SharedTransport(Transport):
 
     def begin(self, signal: Signal, *, alone: bool = False) -> None:
         self._began = None
-        weighing = (self.by_samples, self.divide_by_world)
-        if weighing != self._weighing:
-            self._weighing = weighing
-            self._arena.weigh(by_samples=weighing[0], divide_by_ranks=weighing[1])
+        self._weigh()
         self._note = self._last = self._write(signal, weighs=True)
         self._arrived = not alone
         if self._arrived:
             self._arena.ready(_SIGNALS)
+
+    def _weigh(self) -> None:
+        weighing = (self.by_samples, self.divide_by_world)
+        if weighing != self._weighing:
+            self._weighing = weighing
+            self._arena.weigh(by_samples=weighing[0], divide_by_ranks=weighing[1])
+
+    def exchange_at_once(self, row: Sequence[float], bucket: Bucket) -> bool:
+        self._weigh()
+        number = self._number_of(bucket)
+        self._note, done = self._arena.exchange(row, _SIGNALS, number)
+        self._last, self._arrived = self._note, True
+        if not done:
+            self._own_row = row
+            self._own = Signal.unpack(row)
+            self._began = self._read(self._note)
+            self._in_flight.append((bucket.index, number))
+        return done
+
+    def filler(self) -> Fill:
+        return self._copy_in
+
+    def _copy_in(
+        self, flat: torch.Tensor, offset: int, addresses: array[int], lengths: array[int], nbytes: int
+    ) -> None:
+        start = flat.data_ptr() - self._start + offset * flat.element_size()
+        self._arena.fill(start, addresses, lengths, nbytes)
 
     def began(self) -> list[Signal]:
         if self._began is None:
@@ -96,20 +125,28 @@ class SharedTransport(Transport):
         return self._began
 
     def launch(self, bucket: Bucket) -> None:
-        number = self._numbers.get(bucket.index)
-        if number is None:
-            number = self._define(bucket)
+        number = self._number_of(bucket)
         self._arena.ready(number)
         self._in_flight.append((bucket.index, number))
+
+    def _number_of(self, bucket: Bucket) -> int:
+        number = self._numbers.get(bucket.index)
+        return self._define(bucket) if number is None else number
 
     def _define(self, bucket: Bucket) -> int:
         assert isinstance(bucket, DenseBucket)
         number = self._numbers[bucket.index] = self._defined
         self._defined += 1
         flat = bucket.wire()
-        offset = flat.data_ptr() - torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
+        offset = flat.data_ptr() - self._start
         self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
         return number
+
+    def measure_limit(self) -> int:
+        exchange = min(_seconds(lambda: self.exchange(Signal(Call.ANSWER))) for _ in range(_TRIALS))
+        one, other = torch.zeros(_SAMPLE_NUMBERS), torch.zeros(_SAMPLE_NUMBERS)
+        summing = min(_seconds(lambda: one.add_(other)) for _ in range(_TRIALS))
+        return limit_for(exchange, one.nbytes / summing)
 
     def close(self, signal: Signal) -> None:
         self._last = self._write(signal, weighs=False)
@@ -120,7 +157,8 @@ class SharedTransport(Transport):
             if index > 0:  # the wait began as the first bucket's
                 recorder.at_bucket(self.places[index], index)
             self._arena.finish(number)
-            self.averaged_at[index] = time.monotonic_ns()
+            if recorder.trace is not None:
+                self.averaged_at[index] = time.monotonic_ns()
         return self.began() if self._last == self._note else self._read(self._last)
 
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
@@ -137,3 +175,9 @@ class SharedTransport(Transport):
         if number == self._last and rows.count(self._own_row) == self.world:
             return [self._own] * self.world  # the usual case: everybody says the same
         return [Signal.unpack(row) for row in rows]
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

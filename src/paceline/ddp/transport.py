@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.buckets import Bucket
+from paceline.ddp.buckets import Bucket, Fill
 from paceline.ddp.samples import weight_of
 from paceline.ddp.signals import Signal
 from paceline.observe.recorder import recorder
@@ -65,6 +65,29 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def finish(self) -> list[Signal]: ...
+
+    def filler(self) -> Fill | None:
+        """How gradients are copied into memory of `allocate` quickest; None: torch does it."""
+        return None
+
+    def measure_limit(self) -> int:
+        """The bucket size that suits this host, measured together with all ranks; 0: keep torch's.
+
+        Only where the bits of a sum do not depend on the bucket it is taken in.
+        """
+        return 0
+
+    # Whether all work is done at the end of backward: then nobody needs to know when a gradient arrives.
+    works_at_end = False
+
+    def exchange_at_once(self, row: Sequence[float], bucket: Bucket) -> bool:
+        """`begin`, `launch` and `finish` of the only bucket in one go, if the transport has one.
+
+        False: the signal, a packed one, and the bucket are under way; began() and finish() are still to be called.
+        """
+        self.begin(Signal.unpack(row), alone=True)
+        self.launch(bucket)
+        return False
 
     # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent nothing.
     asks_first = True

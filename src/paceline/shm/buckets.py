@@ -16,6 +16,7 @@ import ctypes as C
 import itertools
 import os
 import weakref
+from array import array
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,7 @@ from paceline.shm.rendezvous import Store, shared_descriptor
 __all__ = ["NOTE_NUMBERS", "BucketArena"]
 
 NOTE_NUMBERS = 8
+_LONG_COPY_BYTES = 1024 * 1024
 
 _arena_numbers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
 
@@ -53,7 +55,9 @@ class BucketArena:
         )
         self._own_note = (C.c_double * NOTE_NUMBERS)()
         self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
-        self._finish = core.plc_bucket_finish
+        self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
+        self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
+        self._number = C.c_uint32()
 
     @classmethod
     def open(cls, comm: Communicator, store: Store, bytes_per_rank: int, buckets: int) -> BucketArena:
@@ -69,17 +73,18 @@ class BucketArena:
 
         handle = C.c_void_p()
         ranks = comm.names
-        with shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout) as (
-            descriptor,
-            _,
-        ):
+        here = shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout, comm.pids)
+        with here as (descriptor, _):
             status = core.plc_arena_open(comm.handle, descriptor, None, bytes_per_rank, buckets, C.byref(handle))
             if status != Status.OK:
                 raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
         return cls(comm, handle, bytes_per_rank, buckets)
 
     def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:
-        """Say where bucket `index` lies and what is done to it. The same on all ranks, before its first use."""
+        """Say where bucket `index` lies and what is done to it, before its first use.
+
+        The same on all ranks: if not, the first `finish` raises `MismatchError` on all of them.
+        """
         if native.library().plc_bucket_define(self._handle, index, offset, count, dtype, op) != Status.OK:
             raise ConfigError(
                 f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "
@@ -95,6 +100,27 @@ class BucketArena:
         """Write this rank's note; peers see it once a bucket that this rank is ready for afterwards is complete."""
         self._own_note[:] = list(numbers)
         return int(self._note(self._handle, self._own_note, weighs))
+
+    def fill(self, offset: int, addresses: array[int], lengths: array[int], nbytes: int) -> None:
+        """Copy pieces of memory, `lengths` bytes each and `nbytes` in all, one after the other to this offset."""
+        # A long copy lets other threads run; a short one is over before they could.
+        copy = self._fill if nbytes > _LONG_COPY_BYTES else self._fill_quickly
+        pieces = len(addresses)
+        if copy(self._handle, offset, pieces, addresses.buffer_info()[0], lengths.buffer_info()[0]):
+            raise ConfigError(f"{pieces} pieces at byte {offset} do not fit an arena of {self.nbytes} bytes")
+
+    def exchange(self, numbers: Sequence[float], signals: int, index: int) -> tuple[int, bool]:
+        """A note that weighs, the bucket `index`, and the empty bucket `signals`, all in one call.
+
+        Returns the note's number and whether that was all: if ranks wrote different notes, the bucket is still to be
+        finished.
+        """
+        self._comm.handle  # noqa: B018 - raises if the group is gone
+        self._own_note[:] = numbers
+        status = self._step(self._handle, self._own_note, signals, index, -1, C.byref(self._number))
+        if status not in (Status.OK, Status.PENDING):
+            raise self._comm.error(status, Kind.ALLREDUCE)
+        return self._number.value, status == Status.OK
 
     def notes(self, number: int) -> list[list[float]]:
         """Every rank's note with this number, one of the last two."""
