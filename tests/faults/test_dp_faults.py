@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -22,6 +23,7 @@ from paceline.errors import CollectiveTimeout, ConfigError, GroupError, PeerLost
 class Odd(Exception):
     def __init__(self, one, two):
         super().__init__(f"{one} and {two}")
+        self.two, self.lock = two, threading.Lock()  # a lock cannot be pickled
 
 
 class Fails(nn.Module):
@@ -38,7 +40,7 @@ class Fails(nn.Module):
         return self.linear(x)
 
 
-@pytest.mark.parametrize(("what", "kind"), [("there", KeyError), ("here", KeyError), ("odd", RuntimeError)])
+@pytest.mark.parametrize(("what", "kind"), [("there", KeyError), ("here", KeyError), ("odd", Odd)])
 def test_an_exception_of_a_replica_keeps_its_type_and_traceback(what, kind):
     with DataParallel(Fails(os.getpid(), what), workers=2) as model:
         x = torch.randn(4, 2)
@@ -47,6 +49,9 @@ def test_an_exception_of_a_replica_keeps_its_type_and_traceback(what, kind):
         if what != "here":
             assert "in forward" in caught.value.__notes__[0]
             assert "replica 1" in caught.value.__notes__[0]
+        if what == "odd":
+            assert str(caught.value) == "this and that"
+            assert caught.value.two == "that"
         pids = model.worker_pids
         model.module.what = None
         model(x).sum().backward()  # and it goes on

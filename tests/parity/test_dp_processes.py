@@ -5,12 +5,16 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import os
+import random
 from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
+import torch._dynamo
 from torch import nn
 
 from paceline import DataParallel
@@ -462,3 +466,139 @@ def test_lazy_modules_are_finished_first(wrap):
     x = torch.randn(4, 5)
     torch.testing.assert_close(model(x), model(x))
     assert len(model.worker_pids) == 1
+
+
+class Normalised(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(
+            nn.Conv2d(2, 4, 3),
+            nn.BatchNorm2d(4),
+            nn.ReLU(),
+            nn.BatchNorm2d(4, affine=False, momentum=None),
+            nn.Flatten(),
+        ).double()
+        self.out = nn.BatchNorm1d(64).double()
+        self.fails_in = None
+
+    def forward(self, x):
+        found = self.net(x)
+        if self.fails_in == os.getpid():
+            raise LookupError("between two layers")
+        return self.out(found)
+
+
+@pytest.mark.parametrize("workers", [2, 3])
+def test_batch_normalisation_over_the_whole_batch(wrap, workers):
+    torch.manual_seed(5)
+    bare = Normalised()
+    model = wrap(copy.deepcopy(bare), workers, batch_norm="global")
+    for batch in (7, 2, 6):
+        x = torch.randn(batch, 2, 6, 6, dtype=torch.float64, requires_grad=True)
+        y = x.detach().clone().requires_grad_()
+        weights = torch.randn(batch, 64, dtype=torch.float64)
+        out, expected = model(x), bare(y)
+        torch.testing.assert_close(out, expected, rtol=1e-11, atol=1e-12)
+        (out * weights).sum().backward()
+        (expected * weights).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad, rtol=1e-9, atol=1e-11)
+        for a, b in zip(model.module.parameters(), bare.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-9, atol=1e-11)
+        for (name, a), b in zip(model.module.named_buffers(), bare.buffers(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-13, msg=name)
+    x = torch.randn(6, 2, 6, 6, dtype=torch.float64)
+    torch.testing.assert_close(model.eval()(x), bare.eval()(x), rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize("where", ["worker", "main"])
+def test_a_replica_that_fails_between_two_normalisations_does_not_keep_the_others_waiting(wrap, where):
+    model = wrap(Normalised(), 3, batch_norm="global")
+    x = torch.randn(6, 2, 6, 6, dtype=torch.float64)
+    model(x)
+    pids = model.worker_pids
+    model.module.fails_in = pids[1] if where == "worker" else os.getpid()
+    with pytest.raises(LookupError, match="between two layers"):
+        model(x)
+    model.module.fails_in = None
+    model(x).sum().backward()
+    assert len(model.worker_pids) == 2
+    assert model.worker_pids != pids
+
+
+def test_whole_inside_structures_reaches_all_replicas_and_has_gradients(wrap):
+    class Net(nn.Module):
+        def forward(self, x, more):
+            return x * more["a"][0].sum() + more["b"]["c"].sum()
+
+    def run(model, mark):
+        a, b = torch.arange(1.0, 4.0, requires_grad=True), torch.ones(5, requires_grad=True)
+        out = model(torch.arange(4.0), {"a": [mark(a)], "b": mark({"c": mark(b)})})
+        out.sum().backward()
+        return out, a.grad, b.grad
+
+    expected = run(Net(), lambda given: given)
+    for workers in (1, 2, 3):
+        for found, right in zip(run(wrap(Net(), workers), Whole), expected, strict=True):
+            torch.testing.assert_close(found, right)
+
+
+def test_what_numpy_and_random_draw_differs_between_replicas_and_repeats(wrap):
+    class Noise(nn.Module):
+        def forward(self, x):
+            return x * 0 + torch.tensor([np.random.rand(), random.random()], dtype=torch.float64)
+
+    model = wrap(Noise(), 3)
+    x = torch.zeros(3, 2, dtype=torch.float64)
+    torch.manual_seed(7)
+    first, second = model(x), model(x)
+    torch.manual_seed(7)
+    again = model(x)
+    assert torch.equal(first[1:], again[1:])  # replica 0 is the main process, with the user's own generators
+    assert len({value.item() for value in torch.cat([first, second[1:]]).flatten()}) == 10
+
+
+class Large(nn.Module):
+    """Gradients large enough to be added in place, some of which others refer to."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(256, 256, dtype=torch.float64)) for _ in range(3))
+        self.kept = []
+
+    def forward(self, x):
+        both = self.a + self.b  # one gradient for two parameters
+        hidden = x @ self.c
+        if hidden.requires_grad:
+            self.c.register_hook(self.kept.append)
+        return (hidden @ both).tanh()
+
+
+def test_sums_are_not_written_where_others_look(wrap):
+    torch.manual_seed(2)
+    bare = Large()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(6, 256, dtype=torch.float64)
+    model(x).sum().backward()
+    bare(x).sum().backward()
+    for name in "abc":
+        torch.testing.assert_close(getattr(model.module, name).grad, getattr(bare, name).grad, rtol=1e-10, atol=1e-10)
+    half = Large()
+    half.load_state_dict(bare.state_dict())
+    (half(x[:3]).sum()).backward()
+    torch.testing.assert_close(model.module.kept[0], half.c.grad, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks, and hides it by itself
+def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    bare = mlp()
+    model = wrap(torch.compile(copy.deepcopy(bare), backend="aot_eager"))
+    x = torch.randn(6, 6, dtype=torch.float64)
+    for _ in range(3):
+        bare.zero_grad()
+        model.zero_grad()
+        out, expected = model(x), bare(x)
+        close(out, expected)
+        out.pow(2).sum().backward()
+        expected.pow(2).sum().backward()
+        gradients_agree(model.module, bare)

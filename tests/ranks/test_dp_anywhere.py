@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
+import pty
+import select
 import subprocess
 import sys
 import textwrap
+import time
 import warnings
 
 import pytest
@@ -16,6 +20,8 @@ from torch import nn
 from paceline import DataParallel
 from paceline.cli.benchmarks.dp import _memory_growth
 from paceline.dp.trial import Trial
+from paceline.errors import ConfigError
+from paceline.shm import NativeStatus
 
 CELLS = [
     "import torch, paceline\nfrom torch import nn\n_ = torch.randn(300, 300) @ torch.randn(300, 300)",
@@ -48,6 +54,89 @@ def test_a_notebook():
     nbclient.NotebookClient(notebook, timeout=90, kernel_name="python3").execute()
     shown = ["".join(o.get("text", "") for o in cell.outputs) for cell in notebook.cells]
     assert shown[2] == "True 1\n"
+
+
+REPL = """\
+import torch, paceline
+from torch import nn
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.shift = nn.Linear(3, 1), lambda x: x + 1
+    def forward(self, x):
+        return self.shift(self.layer(x))
+
+model = paceline.DataParallel(Net(), workers=2)
+model(torch.randn(6, 3)).sum().backward()
+print("found", model.module.layer.bias.grad.item(), len(model.worker_pids))
+class Net(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+print("again", paceline.DataParallel(Net(), workers=2)(torch.ones(4)).sum().item())
+exit()
+"""
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_an_interactive_session(is_terminal):
+    """Typed at a prompt; the second class has the name of the first."""
+    command = [sys.executable, "-i", "-q"]
+    if not is_terminal:
+        done = subprocess.run(command, input=REPL, capture_output=True, text=True, check=True, timeout=120)
+        shown = done.stdout
+    else:
+        shown = _typed(command, REPL)
+    assert "found 6.0 1" in shown
+    assert "again 8.0" in shown
+
+
+def _typed(command: list[str], text: str) -> str:
+    """Feed a program through a terminal of its own; all that it shows."""
+    ours, theirs = pty.openpty()
+    shown = b""
+    with subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=os.environ | {"TERM": "dumb"}
+    ) as one:
+        os.close(theirs)
+        os.write(ours, text.encode())
+        deadline = time.monotonic() + 120
+        try:
+            while time.monotonic() < deadline:
+                if select.select([ours], [], [], 1.0)[0]:
+                    shown += os.read(ours, 4096)
+        except OSError:
+            pass  # the other end was closed: it ended
+        finally:
+            os.close(ours)
+            if time.monotonic() >= deadline:
+                one.kill()
+    return shown.decode()
+
+
+def test_without_the_native_core_it_says_so_and_runs_in_one_piece(monkeypatch):
+    monkeypatch.setattr("paceline.dp.module.native_status", lambda: NativeStatus(available=False, reason="no compiler"))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    with pytest.warns(UserWarning, match="no compiler"):
+        model = DataParallel(nn.Linear(2, 2))
+    assert model.workers == 1
+    x = torch.randn(4, 2)
+    assert torch.equal(model(x), model.module(x))
+    with pytest.raises(ConfigError, match="paceline doctor"):
+        DataParallel(nn.Linear(2, 2), workers=2)
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_auto_says_once_that_it_does_not_split(monkeypatch, pays):
+    monkeypatch.setattr(Trial, "splitting_pays", property(lambda self: pays))
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
+    x = torch.randn(4, 3)
+    with DataParallel(nn.Linear(3, 3), workers="auto") as model, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(12):
+            model(x)
+        assert len([each for each in said if "does not split" in str(each.message)]) == (0 if pays else 1)
+        assert len(model.worker_pids) == (model.workers - 1 if pays else 0)
 
 
 def test_a_script_without_a_main_guard_prints_once(tmp_path):

@@ -62,6 +62,10 @@ class Worker:
         self.busy = True
         self._link.go.raise_()
 
+    def has_answered(self) -> bool:
+        """Whether `answer` need not wait: it answered, or ended."""
+        return self._link.done.is_raised() or bool(select.select([self.pidfd], [], [], 0)[0])
+
     def answer(self) -> Message:
         """Wait for its answer."""
         try:

@@ -14,7 +14,7 @@ from torch import nn
 
 from paceline.dp.processes import ProcessExecutor
 from paceline.dp.split import Splitter
-from paceline.dp.structure import Whole
+from paceline.dp.structure import without_marks
 from paceline.dp.threads import ThreadExecutor
 from paceline.dp.trial import Trial
 from paceline.errors import ConfigError
@@ -23,6 +23,7 @@ from paceline.shm import native_status
 __all__ = ["DataParallel"]
 
 _SCALARS = ("mean", "sum", "stack")
+_BATCH_NORMS = ("replica", "global")
 _EXECUTORS = (None, "processes", "threads")
 
 
@@ -34,6 +35,7 @@ class _Options:
     executor: str | None
     split: dict[type, Splitter]
     scalars: str
+    batch_norm: str
     timeout: float
 
 
@@ -48,8 +50,9 @@ class DataParallel(nn.Module):
 
     `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
     `(object, [(start, stop), ...]) -> parts`. `scalars` says how losses that `forward` returns are combined: "mean" (by
-    samples, so that it is the mean over the batch), "sum" or "stack". `timeout` in seconds is how long to wait for a
-    worker that lives but does not answer.
+    samples, so that it is the mean over the batch), "sum" or "stack". `batch_norm="global"` lets batch normalisation
+    see the statistics of the whole batch, not those of each replica's share. `timeout` in seconds is how long to wait
+    for a worker that lives but does not answer.
     """
 
     def __init__(
@@ -64,17 +67,20 @@ class DataParallel(nn.Module):
         executor: str | None = None,
         split: Mapping[type, Splitter] | None = None,
         scalars: str = "mean",
+        batch_norm: str = "replica",
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
-        _check_arguments(workers, threads, executor, scalars, dim)
+        _check_arguments(workers, threads, executor, scalars, batch_norm, dim)
         self.module = module
         self.dim = dim
         self.device_ids: list[int] = []
         self.output_device: Any = None
         self._output_device = output_device
         self._is_closed = False
-        self._options = _Options(device_ids, workers, threads, executor, dict(split or {}), scalars, timeout)
+        self._options = _Options(
+            device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
+        )
         self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
         self._trial = Trial() if workers == "auto" and isinstance(self._executor, ProcessExecutor) else None
 
@@ -84,14 +90,18 @@ class DataParallel(nn.Module):
         if self._is_closed:
             raise ConfigError("this DataParallel was closed; use the module itself, `model.module`, or wrap it again")
         if self._executor is None:
-            return self.module(*(_bare(each) for each in inputs), **{name: _bare(v) for name, v in kwargs.items()})
+            return self._in_one_piece(inputs, kwargs)
         if self._trial is not None:
             return self._try_both(self._executor, self._trial, inputs, kwargs)
         return self._executor.run(inputs, kwargs)
 
+    def _in_one_piece(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, named = without_marks((inputs, kwargs))
+        return self.module(*args, **named)
+
     def _try_both(self, executor: Any, trial: Trial, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = trial.run(
-            lambda: self.module(*(_bare(each) for each in inputs), **{name: _bare(v) for name, v in kwargs.items()}),
+            lambda: self._in_one_piece(inputs, kwargs),
             lambda: executor.run(inputs, kwargs),
         )
         if trial.is_over:
@@ -113,6 +123,11 @@ class DataParallel(nn.Module):
             self.device_ids = [device.index for device in devices]
             output = devices[0] if self._output_device is None else _device(self._output_device)
             self.output_device = output.index if output.type != "cpu" else output
+            if options.batch_norm == "global":
+                raise ConfigError(
+                    "batch_norm='global' is for worker processes on the CPU; on accelerators use "
+                    "paceline.DistributedDataParallel with torch.nn.SyncBatchNorm"
+                )
             return ThreadExecutor(self.module, devices, output, self.dim, options.scalars, options.split)
         cores = len(os.sched_getaffinity(0))
         asked = None if options.workers == "auto" else options.workers
@@ -121,9 +136,31 @@ class DataParallel(nn.Module):
             return None
         status = native_status()
         if not status.available:
-            raise ConfigError(f"DataParallel on the CPU needs the native core: {status.reason}")
+            self._say_core_is_missing(status.reason, is_asked_for=isinstance(asked, int))
+            return None
         return ProcessExecutor(
-            self.module, count, options.threads, self.dim, options.scalars, options.split, options.timeout
+            self.module,
+            count,
+            options.threads,
+            self.dim,
+            options.scalars,
+            options.split,
+            options.timeout,
+            is_batch_whole=options.batch_norm == "global",
+        )
+
+    def _say_core_is_missing(self, reason: str, is_asked_for: bool) -> None:
+        """Workers cannot be had. Whoever asked for a number of them is told so by an error, others by a warning."""
+        cure = "reinstall paceline where a C compiler is found (`paceline doctor` shows what is missing)"
+        if is_asked_for:
+            raise ConfigError(
+                f"DataParallel(workers={self._options.workers}) on the CPU needs the native core, which is missing: "
+                f"{reason}. To have it, {cure}; workers=1 or workers=None runs without it, in one piece"
+            )
+        warnings.warn(
+            f"DataParallel does not split batches: the native core is missing: {reason}. The module runs in one piece, "
+            f"with all intra-op threads. To use workers, {cure}",
+            stacklevel=5,
         )
 
     def _devices(self) -> list[torch.device]:
@@ -194,10 +231,6 @@ class DataParallel(nn.Module):
         self._executor = self._make_executor()
 
 
-def _bare(given: Any) -> Any:
-    return given.value if isinstance(given, Whole) else given
-
-
 def _device(given: int | torch.device) -> torch.device:
     if isinstance(given, int):
         accelerator = torch.accelerator.current_accelerator()
@@ -206,7 +239,7 @@ def _device(given: int | torch.device) -> torch.device:
     return torch.device(given)
 
 
-def _check_arguments(workers: Any, threads: int, executor: str | None, scalars: str, dim: int) -> None:
+def _check_arguments(workers: Any, threads: int, executor: str | None, scalars: str, batch_norm: str, dim: int) -> None:
     if workers is not None and workers != "auto" and (not isinstance(workers, int) or workers < 1):
         raise ConfigError(f"workers must be a positive number or 'auto', not {workers!r}")
     if threads < 1:
@@ -215,6 +248,8 @@ def _check_arguments(workers: Any, threads: int, executor: str | None, scalars: 
         raise ConfigError(f"executor must be 'processes' or 'threads', not {executor!r}")
     if scalars not in _SCALARS:
         raise ConfigError(f"scalars must be one of {', '.join(_SCALARS)}, not {scalars!r}")
+    if batch_norm not in _BATCH_NORMS:
+        raise ConfigError(f"batch_norm must be 'replica' or 'global', not {batch_norm!r}")
     if dim < 0:
         raise ConfigError(
             f"dim must not be negative: inputs of different rank have different last dimensions; got {dim}"

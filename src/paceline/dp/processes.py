@@ -33,7 +33,8 @@ from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.dp.sums import sum_gradients
 from paceline.dp.thread_limit import QuietCores, ThreadLimit
 from paceline.dp.watch import ModuleWatch
-from paceline.dp.worker import BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
+from paceline.dp.whole_batch import MeetingPoint, PeerFailed, WholeBatch
+from paceline.dp.worker import ALL_DENSE, BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
 from paceline.errors import ConfigError, GroupError
 
 __all__ = ["ProcessExecutor"]
@@ -55,6 +56,7 @@ class ProcessExecutor:
         scalars: str,
         splitters: Mapping[type, Splitter],
         timeout_s: float,
+        is_batch_whole: bool = False,
     ) -> None:
         self._module = module
         self.workers = workers
@@ -64,6 +66,7 @@ class ProcessExecutor:
         self._splitters = splitters
         self._leaf_types = (Whole, *splitters)
         self._timeout_s = timeout_s
+        self._is_batch_whole = is_batch_whole  # for batch normalisation
         self._team: _Team | None = None
         self._quiet = QuietCores(threads)
 
@@ -111,7 +114,8 @@ class ProcessExecutor:
             parameters = team.parameters
         self._team = team = None  # ends the old workers, unless graphs need them
         self._quiet.begin()
-        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s)
+        meeting = MeetingPoint(self.workers - 1, self._timeout_s) if self._is_batch_whole else None
+        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s, meeting)
         return self._team
 
 
@@ -135,9 +139,16 @@ class _Team:
     """Workers, and what they know of the module."""
 
     def __init__(
-        self, module: nn.Module, parameters: SharedParameters | None, replicas: int, threads: int, timeout_s: float
+        self,
+        module: nn.Module,
+        parameters: SharedParameters | None,
+        replicas: int,
+        threads: int,
+        timeout_s: float,
+        meeting: MeetingPoint | None,
     ) -> None:
         self.module = module
+        self.meeting = meeting
         self.parameters = parameters if parameters is not None else SharedParameters(module)
         self.parameters.newly_frozen_or_thawed()
         self.buffers = _Buffers(module)
@@ -151,7 +162,7 @@ class _Team:
         self.crew = Crew(
             replicas - 1,
             lambda replica, link, pid, pidfd: serve(
-                module, shared, rooms[replica - 1], places, threads, replica, link, pid, pidfd
+                module, shared, rooms[replica - 1], places, meeting, threads, replica, link, pid, pidfd
             ),
             timeout_s,
         )
@@ -317,9 +328,12 @@ class _Call:
         """The module on share 0. If it fails, the workers' answers are taken out of the way."""
         team = self._team
         try:
-            with team.limit:
+            with team.limit, self._whole_batch():
                 return self._run_module(grad)
         except Exception:
+            if team.meeting is not None:
+                team.crew.end()  # they may wait for a sum that will never be
+                raise
             for worker in self._workers:
                 team.answer(worker)
             self._release_graphs()
@@ -327,6 +341,24 @@ class _Call:
         except BaseException:
             team.crew.end()
             raise
+
+    def _whole_batch(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._team.meeting is None else WholeBatch(self._sum_with_workers)
+
+    def _sum_with_workers(self, vector: torch.Tensor) -> torch.Tensor:
+        meeting = self._team.meeting
+        assert meeting is not None
+        try:
+            return meeting.sum_in_main(vector, [worker.pidfd for worker in self._workers])
+        except PeerFailed:
+            self._raise_reason()
+            raise
+
+    def _raise_reason(self) -> None:
+        """A worker failed where others waited for it: say why. Those that wait for the sum do not answer."""
+        for worker in self._workers:
+            if worker.has_answered():
+                self._raise_failure(worker, self._team.answer(worker))
 
     def _run_module(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
         split, team = self._split, self._team
@@ -354,9 +386,15 @@ class _Call:
 
     def _raise_failures(self, answers: Sequence[Message]) -> None:
         for worker, answer in zip(self._workers, answers, strict=True):
-            if answer.fixed[0] in (FAILED, STALE):
-                self._release_graphs()
-                raise _error_of(worker, answer)
+            self._raise_failure(worker, answer)
+
+    def _raise_failure(self, worker: Worker, answer: Message) -> None:
+        if answer.fixed[0] in (FAILED, STALE):
+            self._release_graphs()
+            error = _error_of(worker, answer)
+            if self._team.meeting is not None:
+                self._team.crew.end()  # sums over replicas are out of step
+            raise error
 
     def _plan_joints(
         self, spec: Any, own: list[Any], tensors: Sequence[torch.Tensor], answers: Sequence[Message]
@@ -499,6 +537,8 @@ class _Found:
     @classmethod
     def read(cls, worker: Worker, answer: Message, room: GradientRoom, places: Sequence[int]) -> _Found:
         kinds, parameters = answer.form.spec
+        if kinds == ALL_DENSE:
+            return cls([room.places[place] for place in places], [])
         sent = iter(worker.inbox.tensors(answer.form))
         found: list[torch.Tensor | None] = []
         for index, kind in enumerate(kinds):
@@ -546,7 +586,7 @@ def _error_of(worker: Worker, answer: Message) -> BaseException:
         return wire.Unknown(text)
     error: BaseException
     try:
-        error = wire.loads(data)[0] if data else RuntimeError(text.strip().splitlines()[-1])
+        error = wire.rebuilt(wire.loads(data)[0]) if data else RuntimeError(text.strip().splitlines()[-1])
     except Exception:
         error = RuntimeError(text.strip().splitlines()[-1])
     error.add_note(f"raised in replica {worker.replica} of DataParallel (pid {worker.pid}):\n{text}")

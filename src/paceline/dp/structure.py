@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEAF", "Spec", "Whole", "flatten", "unflatten"]
+__all__ = ["LEAF", "Spec", "Whole", "flatten", "unflatten", "without_marks"]
 
 Spec = tuple[Any, ...]
 LEAF: Spec = ("leaf",)
@@ -21,13 +21,16 @@ LEAF: Spec = ("leaf",)
 
 @dataclasses.dataclass(frozen=True)
 class Whole:
-    """Marks an input that every replica gets as it is: `model(x, Whole(mask))`."""
+    """Marks an input that every replica gets as it is: `model(x, Whole(mask))`.
+
+    It may be anywhere inside the inputs, and hold anything: a tensor, or a structure of them.
+    """
 
     value: Any
 
 
 def flatten(thing: Any, leaf_types: tuple[type, ...] = ()) -> tuple[Spec, list[Any]]:
-    """Take a structure apart. Objects of `leaf_types` are not looked into."""
+    """Take a structure apart. Objects of `leaf_types` are not looked into; a `Whole` marks each leaf inside it."""
     leaves: list[Any] = []
     return _describe(thing, leaves, leaf_types), leaves
 
@@ -37,7 +40,20 @@ def unflatten(spec: Spec, leaves: Any) -> Any:
     return _build(spec, iter(leaves))
 
 
+def without_marks(thing: Any) -> Any:
+    """The structure with the value in place of every `Whole`."""
+    spec, leaves = flatten(thing, (Whole,))
+    if not any(isinstance(leaf, Whole) for leaf in leaves):
+        return thing
+    return unflatten(spec, [leaf.value if isinstance(leaf, Whole) else leaf for leaf in leaves])
+
+
 def _describe(thing: Any, leaves: list[Any], leaf_types: tuple[type, ...]) -> Spec:  # noqa: PLR0911 - one a kind
+    if Whole in leaf_types and isinstance(thing, Whole):
+        inside: list[Any] = []
+        spec = _describe(thing.value, inside, leaf_types)
+        leaves += [leaf if isinstance(leaf, Whole) else Whole(leaf) for leaf in inside]
+        return spec
     if isinstance(thing, torch.Tensor) or (leaf_types and isinstance(thing, leaf_types)):
         leaves.append(thing)
         return LEAF

@@ -12,15 +12,46 @@ import io
 import pickle
 import sys
 import types
-from typing import Any
+from typing import Any, NamedTuple
 
 from paceline.errors import ConfigError
 
-__all__ = ["Unknown", "dumps", "loads"]
+__all__ = ["Bare", "Unknown", "dumps", "loads", "rebuilt"]
 
 
 class Unknown(Exception):
     """The object came into being after this process was forked."""
+
+
+class Bare(NamedTuple):
+    """An exception that pickle cannot put together again: its class may want other arguments than it keeps."""
+
+    kind: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, error: BaseException) -> Bare:
+        """Its attributes as far as they can be handed over."""
+        return cls(type(error), error.args, {name: value for name, value in vars(error).items() if _can_go(value)})
+
+
+def rebuilt(thing: Any) -> Any:
+    """The exception, of its own class; its `__init__` is not called."""
+    if not isinstance(thing, Bare):
+        return thing
+    error = thing.kind.__new__(thing.kind, *thing.args)
+    error.args = thing.args
+    vars(error).update(thing.attributes)
+    return error
+
+
+def _can_go(value: Any) -> bool:
+    try:
+        loads(dumps(value))
+    except Exception:
+        return False
+    return True
 
 
 _found: dict[tuple[int, str], Any] = {}

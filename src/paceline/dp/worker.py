@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,9 @@ from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of
 from paceline.dp.parameters import GradientRoom, SharedParameters
 from paceline.dp.structure import flatten, unflatten
 from paceline.dp.watch import apply_updates
+from paceline.dp.whole_batch import MeetingPoint, WholeBatch
 
-__all__ = ["BACKWARD", "DENSE", "DONE", "FAILED", "FORWARD", "NOTHING", "STALE", "Modes", "serve"]
+__all__ = ["ALL_DENSE", "BACKWARD", "DENSE", "DONE", "FAILED", "FORWARD", "NOTHING", "STALE", "Modes", "serve"]
 
 # Orders.
 FORWARD = 1
@@ -35,6 +36,7 @@ STALE = 2
 # Kinds of gradients.
 NOTHING = 0
 DENSE = 1
+ALL_DENSE = -1  # in place of a list of kinds: of every parameter, and no input wants one
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 1 << 30  # glibc takes no more for the first
@@ -85,7 +87,7 @@ class _Graph:
 
     outputs: Sequence[torch.Tensor]
     parameters: Sequence[torch.Tensor]
-    places: Sequence[torch.Tensor]  # for the parameters' gradients
+    places: list[torch.Tensor]  # for the parameters' gradients
     inputs: Sequence[torch.Tensor]
 
 
@@ -100,6 +102,7 @@ def serve(
     parameters: SharedParameters,
     room: GradientRoom,
     buffers: Sequence[tuple[dict[str, Any], str]],
+    meeting: MeetingPoint | None,
     threads: int,
     replica: int,
     link: Link,
@@ -113,9 +116,13 @@ def serve(
         torch.set_num_threads(threads)
         inbox, outbox = Inbox(main_pid, link.to_worker), Outbox(link.to_main)
         worker = _Replica(module, parameters, room, buffers, replica, outbox)
+        if meeting is not None:
+            worker.whole_batch = WholeBatch(lambda vector: meeting.sum_in_worker(vector, replica, main_pidfd))
         while link.go.wait(main_pidfd, link.spin_ns):
-            _answer(worker, inbox, outbox)
+            is_well = _answer(worker, inbox, outbox)
             link.done.raise_()
+            if meeting is not None and not is_well:
+                meeting.give_up(replica)
 
     if threads == 1:
         torch.set_num_threads(1)  # before anything else: the OpenMP threads of the parent do not exist here
@@ -127,10 +134,13 @@ def serve(
         fresh.join()
 
 
-def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> None:
+def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
+    """Follow one order; False if that failed."""
+    is_well = False
     try:
         reply = worker.follow(inbox.read(), inbox)
         outbox.write((DONE,), reply.form, reply.tensors, reply.objects)
+        is_well = True
     except wire.Unknown as unknown:
         outbox.write((STALE, str(unknown), b""), outbox.form((), ()))
     except BaseException as error:
@@ -140,16 +150,19 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
+    return is_well
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception itself where it survives the journey, else nothing."""
-    try:
-        data = wire.dumps([error])
-        found = wire.loads(data)[0]
-        return data if type(found) is type(error) else b""
-    except Exception:
-        return b""
+    """The exception as it survives the journey: itself, or its class, arguments and attributes, or nothing."""
+    for parts in (error, wire.Bare.of(error), wire.Bare(type(error), error.args, {})):
+        try:
+            data = wire.dumps([parts])
+            if type(wire.rebuilt(wire.loads(data)[0])) is type(error):
+                return data
+        except Exception:
+            continue
+    return b""
 
 
 class _Replica:
@@ -169,6 +182,7 @@ class _Replica:
         self._buffers = buffers
         self._replica = replica
         self._outbox = outbox
+        self.whole_batch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._graphs: dict[int, _Graph] = {}
         self._wanted: list[torch.Tensor] = []
         self._places: list[torch.Tensor] = []
@@ -195,7 +209,7 @@ class _Replica:
         if updates or thawed or buffers:
             self._take_over(updates, thawed, buffers, tensors[shares:])
         seed_replica(seed, self._replica)
-        with Modes(*modes).entered():
+        with Modes(*modes).entered(), self.whole_batch:
             given = [_own(tensors[index], metas[index]) for index in range(shares)]
             leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
             args, kwargs = unflatten(structure, leaves)
@@ -250,6 +264,10 @@ class _Replica:
     def _gradients(self, graph: _Graph, found: Sequence[torch.Tensor | None]) -> _Reply:
         """Dense gradients of parameters into their places, the others into the message."""
         count = len(graph.parameters)
+        if count == len(found) and all(each is not None and not each.is_sparse for each in found):
+            with torch.no_grad():  # the usual case, in as few steps as possible
+                torch._foreach_copy_(graph.places, cast("tuple[torch.Tensor, ...]", found))
+            return _Reply(self._outbox.form((ALL_DENSE, count), ()))
         kinds: list[Any] = []  # a sparse gradient is told by its shape
         dense: list[torch.Tensor] = []
         places: list[torch.Tensor] = []

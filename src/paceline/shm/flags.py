@@ -34,6 +34,10 @@ class Flag:
         """Count one up and wake the waiter. Never blocks."""
         self._raise(self._address)
 
+    def is_raised(self) -> bool:
+        """Whether `wait` would return at once."""
+        return bool(self._wait(self._address, (self._seen + 1) & 0xFFFFFFFF, -1, 0, 0) == Status.OK)
+
     def wait(self, pidfd: int, spin_ns: int, timeout_s: float = float("inf")) -> bool:
         """Wait until it was raised once more than last time; False if the process behind `pidfd` ended first.
 
