@@ -29,8 +29,8 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
 _context.set_forkserver_preload(_PRELOAD)
 
-# Stock DDP drops its group while it holds the GIL. If that was the last reference, Gloo's destructor joins a thread that
-# wants the GIL for its last piece of work: a deadlock, seen once in some hundred runs. So ranks never drop the last one.
+# Stock DDP drops its group while it holds the GIL. If that was the last reference, Gloo's destructor joins a thread
+# that wants the GIL for its last piece of work: a deadlock, seen once in some hundred runs. So ranks never drop it.
 _kept_groups: list[Any] = []
 
 
