@@ -208,7 +208,7 @@ class _Replica:
         shares = len(tensors) - len(buffers)
         if updates or thawed or buffers:
             self._take_over(updates, thawed, buffers, tensors[shares:])
-        seed_replica(seed, self._replica)
+        _seed_replica(seed, self._replica)
         with Modes(*modes).entered(), self.whole_batch:
             given = [_own(tensors[index], metas[index]) for index in range(shares)]
             leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
@@ -304,7 +304,7 @@ def _own(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return copy.requires_grad_() if meta.requires_grad else copy
 
 
-def seed_replica(seed: int, replica: int) -> None:
+def _seed_replica(seed: int, replica: int) -> None:
     """All generators that a module may draw from, so that replicas differ and a run can be repeated."""
     torch.default_generator.manual_seed(seed + replica)
     random.seed(seed + replica)
