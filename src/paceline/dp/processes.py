@@ -391,10 +391,9 @@ class _Call:
     def _raise_failure(self, worker: Worker, answer: Message) -> None:
         if answer.fixed[0] in (FAILED, STALE):
             self._release_graphs()
-            error = _error_of(worker, answer)
             if self._team.meeting is not None:
                 self._team.crew.end()  # sums over replicas are out of step
-            raise error
+            raise _error_of(worker, answer)  # in no variable: with its traceback it would keep the workers alive
 
     def _plan_joints(
         self, spec: Any, own: list[Any], tensors: Sequence[torch.Tensor], answers: Sequence[Message]

@@ -91,14 +91,14 @@ class MeetingPoint:
         return seat.vector[: len(vector)].clone()
 
 
-Summed = Callable[[torch.Tensor], torch.Tensor]
+_Summed = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Sum(torch.autograd.Function):
     """The sum over replicas. Each has it, so that the gradient is the sum of what all replicas find for it."""
 
     @staticmethod
-    def forward(ctx: Any, vector: torch.Tensor, summed: Summed) -> torch.Tensor:
+    def forward(ctx: Any, vector: torch.Tensor, summed: _Summed) -> torch.Tensor:
         ctx.summed = summed
         return summed(vector)
 
@@ -111,7 +111,7 @@ class _Sum(torch.autograd.Function):
 class WholeBatch(TorchFunctionMode):
     """Inside, batch normalisation in training takes mean and variance of the whole batch."""
 
-    def __init__(self, summed: Summed) -> None:
+    def __init__(self, summed: _Summed) -> None:
         super().__init__()
         self._summed = summed
 
