@@ -32,6 +32,7 @@ typedef struct {
     uint64_t offset, count;
     uint32_t dtype, op, chunks;
     uint32_t uses; /* how often this rank has counted itself in */
+    bool compared; /* the ranks were found to mean the same by it */
 } bucket;
 
 struct plc_arena {
@@ -48,13 +49,18 @@ struct plc_arena {
 /* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
 static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
 
-/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's region. */
+/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's definitions, every
+ * rank's region. */
 static uint64_t notes_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
 }
 
+static uint64_t definitions_at(uint32_t ranks, uint32_t buckets) {
+    return notes_at(ranks, buckets) + ranks * NOTES * sizeof(note);
+}
+
 static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
-    return ALIGN_UP(notes_at(ranks, buckets) + ranks * NOTES * sizeof(note), 4096);
+    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call), 4096);
 }
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
@@ -157,6 +163,12 @@ static _Atomic uint32_t *uses_of(const plc_arena *arena, uint32_t rank, uint32_t
     return (_Atomic uint32_t *)(table + rank * uses_stride(arena->buckets)) + index;
 }
 
+/* What a rank means by a bucket, in the form of a call: its number, offset (label), count, type and operation. */
+static plc_call *definition_of(const plc_arena *arena, uint32_t rank, uint32_t index) {
+    plc_call *table = (plc_call *)((char *)arena->mapping + definitions_at(arena->ranks, arena->buckets));
+    return table + (uint64_t)rank * arena->buckets + index;
+}
+
 int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
     if (index >= arena->buckets || !can_reduce(dtype, op)) return PLC_INVALID;
     uint64_t element = plc_element_bytes(dtype), room = arena->bytes_per_rank;
@@ -166,6 +178,8 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
     uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
     *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
+    *definition_of(arena, arena->rank, index) = (plc_call){.sequence = index, .kind = PLC_BUCKET, .dtype = dtype,
+                                                           .op = op, .root = -1, .count = count, .label = offset};
     return PLC_OK;
 }
 
@@ -232,21 +246,43 @@ static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) 
     return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
 }
 
+/* Once, when all ranks are in: all of them look at the same definitions and come to the same verdict. */
+static int compare_definitions(plc_arena *arena, uint32_t index) {
+    plc_comm *comm = arena->comm;
+    const plc_call *mine = definition_of(arena, arena->rank, index);
+    bool same = true;
+    for (uint32_t r = 0; r < arena->ranks; r++) {
+        const plc_call *c = definition_of(arena, r, index);
+        same = same && c->label == mine->label && c->count == mine->count && c->dtype == mine->dtype && c->op == mine->op;
+    }
+    arena->table[index].compared = same;
+    if (same) return PLC_OK;
+    pthread_mutex_lock(&comm->failure_lock);
+    for (uint32_t r = 0; r < arena->ranks; r++) comm->mismatched[r] = *definition_of(arena, r, index);
+    pthread_mutex_unlock(&comm->failure_lock);
+    return PLC_MISMATCH;
+}
+
 static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
     bucket_wait context = {arena, index};
     int status = wait_for(arena->comm, &c->arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+    if (status == PLC_OK && !b->compared) status = compare_definitions(arena, index);
     if (status != PLC_OK) return status;
+    if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) caller_waits();
     help(arena, index);
     return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
+    caller_scope scope;
     if (!step_in(arena->comm)) return PLC_ABORTED;
+    caller_enters(&scope, arena->comm);
     int status = finish(arena, index, timeout_ns);
+    caller_returns(&scope);
     step_out(arena->comm);
     return status;
 }

@@ -47,6 +47,7 @@ typedef struct {
     uint64_t probe_at;                      /* a word in its memory, to find out whether peers may read there */
     uint32_t reads_all;                     /* it could read every peer's word */
     _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank arrived at */
+    signal_word progress[3]; /* blocks staged, summed and fetched by this rank, see allreduce.c */
     signal_word doorbell;                        /* rung by peers when a message channel moved */
 } rank_record;
 
@@ -66,6 +67,8 @@ typedef struct {
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint64_t head;
     _Alignas(CACHE_LINE) _Atomic uint64_t tail;
+    _Atomic uint32_t refused; /* number of the last message whose receive wanted another size, and which size */
+    uint64_t wanted_bytes;
     _Alignas(CACHE_LINE) unsigned char ring[];
 } channel;
 
@@ -79,6 +82,7 @@ struct plc_comm {
     int *pidfds; /* by rank, -1 where unknown */
     uint32_t phase;    /* last phase this rank arrived at */
     uint32_t slot;     /* which of the two slots the next use writes */
+    uint32_t blocks;   /* blocks that went through the rings so far */
     bool direct;       /* every rank may read every other's memory */
     _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
@@ -88,6 +92,7 @@ struct plc_comm {
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
     _Atomic uint32_t inside; /* threads of this process inside a call */
     int32_t owner;           /* the process that joined */
+    plc_caller caller;       /* zeros: a caller without a lock */
     pthread_mutex_t failure_lock;
 
     /* Asynchronous requests run on one thread, in the order they were submitted. */
@@ -118,6 +123,20 @@ int raise_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);
+
+/* --- caller.c ---------------------------------------------------------------------------------------------------- */
+typedef struct caller_scope {
+    plc_comm *comm;
+    const plc_caller *caller; /* NULL: no lock */
+    void *state;
+    bool let_go, stopped, executes; /* executes: a collective is on this thread's stack */
+    struct caller_scope *outer;
+} caller_scope;
+void caller_enters(caller_scope *scope, plc_comm *comm);
+void caller_returns(caller_scope *scope);
+void caller_waits(void); /* about to take long: let the lock go */
+bool caller_stops(void); /* ask; true at most once a call */
+bool caller_is_inside(const plc_comm *comm);
 
 /* --- comm.c ----------------------------------------------------------------------------------------------------- */
 unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot);
@@ -154,6 +173,9 @@ bool can_reduce(uint32_t dtype, uint32_t op);
 /* out[i] = op over ranks of inputs[r][i], r ascending. out may be one of the inputs. */
 void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
                   double factor);
+/* The same, written to two places in one pass. Neither may be an input but `out`. */
+void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count,
+                        uint32_t dtype, uint32_t op, double factor);
 void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
                       double factor, uint64_t divisor);
 

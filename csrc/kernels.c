@@ -14,7 +14,8 @@
 #endif
 #define INLINE static inline __attribute__((always_inline))
 
-typedef void (*kernel)(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, double factor,
+/* `copy`: NULL, or a second place for the result. */
+typedef void (*kernel)(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count, double factor,
                        uint64_t divisor);
 typedef struct {
     float re, im;
@@ -157,20 +158,28 @@ uint64_t plc_element_bytes(uint32_t dtype) {
 }
 
 static kernel kernel_for(uint32_t dtype, uint32_t op) {
+    static _Atomic(kernel_table) best; /* asked for in every call; the same answer for the life of the process */
     if (dtype >= PLC_DTYPES || op >= PLC_OPS) return NULL;
-    return choose(NULL).table[dtype][op];
+    kernel_table table = atomic_load_explicit(&best, memory_order_relaxed);
+    if (table == NULL) atomic_store_explicit(&best, table = choose(NULL).table, memory_order_relaxed);
+    return table[dtype][op];
 }
 
 bool can_reduce(uint32_t dtype, uint32_t op) { return kernel_for(dtype, op) != NULL; }
 
 void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
                       double factor, uint64_t divisor) {
-    kernel_for(dtype, op)(out, inputs, ranks, count, factor, divisor);
+    kernel_for(dtype, op)(out, NULL, inputs, ranks, count, factor, divisor);
 }
 
 void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
                   double factor) {
     reduce_block_for(out, inputs, ranks, count, dtype, op, factor, ranks);
+}
+
+void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count,
+                        uint32_t dtype, uint32_t op, double factor) {
+    kernel_for(dtype, op)(out, copy, inputs, ranks, count, factor, ranks);
 }
 
 int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
@@ -184,7 +193,7 @@ int plc_reduce_with(const char *name, void *out, const void *const *inputs, uint
                     uint32_t dtype, uint32_t op, double factor) {
     instruction_set set = choose(name);
     if (set.table == NULL || !can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
-    set.table[dtype][op](out, inputs, ranks, count, factor, ranks);
+    set.table[dtype][op](out, NULL, inputs, ranks, count, factor, ranks);
     return PLC_OK;
 }
 

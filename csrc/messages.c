@@ -47,6 +47,8 @@ struct post_office {
     _Atomic bool stopping;
     plc_message *sends, *receives; /* in the order they were posted */
     aside *asides;                 /* complete, in order of arrival */
+    uint32_t sent[PLC_MAX_RANKS];  /* messages gone to each peer */
+    uint32_t begun[PLC_MAX_RANKS]; /* messages of each peer whose head was read */
     inlet inlets[];
 };
 
@@ -121,6 +123,17 @@ static bool push(plc_comm *comm, plc_message *m) {
     return moved;
 }
 
+/* A message longer than the ring ends when its receiver has begun to read it, and has said if it wants another size.
+ * A shorter one may lie in the ring unseen: that nobody can tell yet, so it is never told. */
+static uint32_t sent_status(const plc_comm *comm, post_office *post, plc_message *m) {
+    channel *c = channel_of(comm, comm->rank, (uint32_t)m->peer);
+    uint32_t number = ++post->sent[m->peer];
+    if (sizeof(head) + m->bytes <= comm->config.ring_bytes) return PLC_OK;
+    if (atomic_load_explicit(&c->refused, memory_order_acquire) != number) return PLC_OK;
+    m->found_bytes = c->wanted_bytes;
+    return PLC_SIZE;
+}
+
 /* Messages to one peer leave in the order they were posted: only the first of each may move. */
 static bool push_all(plc_comm *comm, post_office *post) {
     bool moved = false, blocked[PLC_MAX_RANKS] = {false};
@@ -133,7 +146,7 @@ static bool push_all(plc_comm *comm, post_office *post) {
             continue;
         }
         take_out(&post->sends, m);
-        complete(m, PLC_OK);
+        complete(m, sent_status(comm, post, m));
     }
     return moved;
 }
@@ -187,6 +200,11 @@ static bool begin(plc_comm *comm, post_office *post, uint32_t source) {
         in->kept = malloc(sizeof(aside) + in->incoming.bytes);
         if (in->kept == NULL) return false;
         *in->kept = (aside){.source = source, .tag = in->incoming.tag, .bytes = in->incoming.bytes};
+    }
+    post->begun[source]++;
+    if (in->target != NULL && in->target->bytes != in->incoming.bytes) {
+        c->wanted_bytes = in->target->bytes;
+        atomic_store_explicit(&c->refused, post->begun[source], memory_order_release);
     }
     in->open = true;
     in->discard = false;
@@ -423,16 +441,25 @@ int plc_send(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, 
 
 int plc_receive(plc_comm *comm, plc_message *m) { return step_in_and_post(comm, m, false); }
 
-int plc_message_wait(plc_comm *comm, plc_message *m, int64_t timeout_ns) {
+static bool wait_until_moved(plc_comm *comm, plc_message *m, int64_t deadline) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&m->finished;
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
     int64_t spin_end = now_ns() + comm->config.spin_ns;
     while (atomic_load(finished) == 0) {
         int64_t now = now_ns();
-        if (now >= deadline) return PLC_PENDING;
-        if (now >= spin_end) futex_wait(finished, 0, MIN(deadline - now, 1000000000));
+        if (now < spin_end) continue;
+        caller_waits();
+        if (now >= deadline || caller_stops()) return false;
+        futex_wait(finished, 0, MIN(deadline - now, LOOK_AROUND_EVERY_NS));
     }
-    return (int)m->status;
+    return true;
+}
+
+int plc_message_wait(plc_comm *comm, plc_message *m, int64_t timeout_ns) {
+    caller_scope scope;
+    caller_enters(&scope, comm);
+    bool moved = wait_until_moved(comm, m, timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns));
+    caller_returns(&scope);
+    return moved ? (int)m->status : PLC_PENDING;
 }
 
 void post_office_close(plc_comm *comm) {

@@ -5,6 +5,9 @@
 
 #include "internal.h"
 
+#define SHORT_BYTES (64 * 1024u) /* done in microseconds: not worth letting a lock go */
+#define WAIT_SLICE_NS (50 * 1000 * 1000)
+
 static bool request_is_sound(const plc_comm *comm, const plc_request *q) {
     if (q->kind >= PLC_KINDS || q->dtype >= PLC_DTYPES) return false;
     bool reduces = q->kind == PLC_ALLREDUCE || q->kind == PLC_REDUCE || q->kind == PLC_REDUCE_SCATTER;
@@ -100,7 +103,30 @@ int plc_submit(plc_comm *comm, plc_request *q) {
     return status;
 }
 
-static int run_in_turn(plc_comm *comm, plc_request *q) {
+/* A request ends by itself at its own deadline, so waiting without a limit is safe. */
+static bool wait_until_finished(plc_request *q, int64_t deadline) {
+    _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
+    if (atomic_load(finished) != 0) return true;
+    caller_waits();
+    while (atomic_load(finished) == 0) {
+        int64_t left = deadline - now_ns();
+        if (left <= 0 || caller_stops()) return false;
+        futex_wait(finished, 0, MIN(left, WAIT_SLICE_NS));
+    }
+    return true;
+}
+
+/* Another thread is at it; the request is on our stack and must not outlive this call. */
+static int wait_in_line(plc_comm *comm, plc_request *q) {
+    if (!wait_until_finished(q, INT64_MAX)) {
+        plc_comm_abort(comm);
+        wait_until_finished(q, INT64_MAX);
+    }
+    return (int)q->status;
+}
+
+static int run_in_turn(plc_comm *comm, plc_request *q, caller_scope *scope) {
+    if (caller_is_inside(comm)) return PLC_NESTED;
     pthread_mutex_lock(&comm->queue_lock);
     bool idle = comm->queue_head == NULL && !comm->running;
     int status = PLC_OK;
@@ -108,8 +134,10 @@ static int run_in_turn(plc_comm *comm, plc_request *q) {
     else status = append(comm, q);
     pthread_mutex_unlock(&comm->queue_lock);
     if (status != PLC_OK) return status;
-    if (!idle) return plc_request_wait(comm, q, -1);
+    if (!idle) return wait_in_line(comm, q);
+    scope->executes = true;
     status = execute(comm, q);
+    scope->executes = false;
     q->status = (uint32_t)status;
     pthread_mutex_lock(&comm->queue_lock);
     comm->running = false;
@@ -118,29 +146,30 @@ static int run_in_turn(plc_comm *comm, plc_request *q) {
     return status;
 }
 
+static uint64_t bytes_of(const plc_request *q) { return q->count * plc_element_bytes(q->dtype); }
+
 int plc_run(plc_comm *comm, plc_request *q) {
+    caller_scope scope;
     if (!step_in(comm)) return PLC_ABORTED;
-    int status = run_in_turn(comm, q);
+    caller_enters(&scope, comm);
+    if (bytes_of(q) > SHORT_BYTES || q->inputs != NULL || q->outputs != NULL) caller_waits();
+    int status = run_in_turn(comm, q, &scope);
+    caller_returns(&scope);
     step_out(comm);
     return status;
 }
 
-/* A request ends by itself at its own deadline, so waiting without a limit is safe; a limit makes it PLC_PENDING. */
 int plc_request_wait(plc_comm *comm, plc_request *q, int64_t timeout_ns) {
-    _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
-    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
-    while (atomic_load(finished) == 0) {
-        int64_t left = deadline - now_ns();
-        if (left <= 0) return PLC_PENDING;
-        futex_wait(finished, 0, MIN(left, 1000000000));
-    }
-    return (int)q->status;
+    caller_scope scope;
+    caller_enters(&scope, comm);
+    bool finished = wait_until_finished(q, timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns));
+    caller_returns(&scope);
+    return finished ? (int)q->status : PLC_PENDING;
 }
 
-int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, double factor,
-                  int64_t timeout_ns) {
+int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, int64_t timeout_ns) {
     plc_request q = {.kind = PLC_ALLREDUCE, .dtype = dtype, .op = op, .root = -1, .count = count, .input = data,
-                     .output = data, .factor = factor, .timeout_ns = timeout_ns};
+                     .output = data, .factor = 1.0, .timeout_ns = timeout_ns};
     return plc_run(comm, &q);
 }
 

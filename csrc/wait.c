@@ -156,9 +156,11 @@ static int look_around(plc_comm *comm, signal_word *word, uint32_t target, int64
 int wait_for(plc_comm *comm, signal_word *word, uint32_t target, int64_t deadline, needed_fn needed,
              const void *context) {
     if (spin_until(comm, word, target)) return PLC_OK;
+    caller_waits();
     for (;;) {
         int status = look_around(comm, word, target, deadline, needed, context);
         if (status != PLC_PENDING) return status;
+        if (caller_stops()) plc_comm_abort(comm); /* half a collective cannot be taken up again */
         int64_t left = deadline - now_ns();
         sleep_until(word, target, MAX(MIN(left, SLICE_NS), 1));
         if (reached(word, target)) return PLC_OK;

@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 3
+#define PLC_ABI_VERSION 4
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -31,7 +31,8 @@ typedef enum {
     PLC_INVALID = 6,   /* arguments that cannot be served */
     PLC_SYSTEM = 7,    /* the operating system refused; errno is kept */
     PLC_PENDING = 8,   /* not finished yet */
-    PLC_SIZE = 9,      /* a received message has another size than the buffer given for it */
+    PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
+    PLC_NESTED = 10,   /* called from within a call on the same communicator (by a signal handler) */
 } plc_status;
 
 typedef enum {
@@ -49,7 +50,8 @@ typedef enum {
 typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
-    PLC_KINDS
+    PLC_KINDS,
+    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where those of the ranks differ */
 } plc_kind;
 
 typedef struct plc_comm plc_comm;
@@ -93,7 +95,7 @@ typedef struct {
     /* Filled in by the core. */
     int32_t source;     /* who sent it */
     uint32_t is_send;
-    uint64_t found_bytes; /* size of the message that came, for PLC_SIZE */
+    uint64_t found_bytes; /* for PLC_SIZE: the peer's size */
     uint64_t moved;
     int64_t deadline_ns;
     uint32_t status;
@@ -154,18 +156,28 @@ PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
 PLC_API int plc_comm_peer_left(plc_comm *comm, uint32_t rank);
 
+/* --- callers with a lock around their interpreter ----------------------------------------------------------------- */
+/* A caller that tells these makes the calls marked [lock] with its lock held. Short ones keep it; before a wait or a long
+ * copy the core lets it go. While it waits it asks now and then, and after every signal, whether the caller wants to
+ * stop. If so, a collective aborts the group (peers learn it), a wait for something asynchronous just ends. */
+typedef struct {
+    void *(*let_go)(void);
+    void (*take)(void *let_go);
+    int (*wants_to_stop)(void); /* asked with the lock held */
+} plc_caller;
+PLC_API void plc_comm_called_by(plc_comm *comm, const plc_caller *caller);
+
 /* --- collectives ------------------------------------------------------------------------------------------------ */
-PLC_API int plc_run(plc_comm *comm, plc_request *request);       /* returns when done */
+PLC_API int plc_run(plc_comm *comm, plc_request *request);       /* [lock] returns when done */
 PLC_API int plc_submit(plc_comm *comm, plc_request *request);    /* returns at once */
-PLC_API int plc_request_wait(plc_comm *comm, plc_request *request, int64_t timeout_ns);
-/* The short road for the most frequent call. */
-PLC_API int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, double factor,
-                          int64_t timeout_ns);
+PLC_API int plc_request_wait(plc_comm *comm, plc_request *request, int64_t timeout_ns); /* [lock] */
+/* The short road for the most frequent call. [lock] */
+PLC_API int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, int64_t timeout_ns);
 
 /* --- messages --------------------------------------------------------------------------------------------------- */
 PLC_API int plc_send(plc_comm *comm, plc_message *message);
 PLC_API int plc_receive(plc_comm *comm, plc_message *message);
-PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns);
+PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns); /* [lock] */
 
 /* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
 typedef struct plc_arena plc_arena;
@@ -175,12 +187,13 @@ PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes
                            plc_arena **out);
 PLC_API void plc_arena_close(plc_arena *arena);
 PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
-/* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks. */
+/* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks: where they differ
+ * plc_bucket_finish says PLC_MISMATCH on all of them, and plc_comm_calls who said what. */
 PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype,
                               uint32_t op);
 /* This rank's share of the bucket is in place. Never blocks. */
 PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
-/* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. */
+/* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. [lock] */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
 
 /* --- flags: words in shared memory that one process raises and another waits for; no communicator needed ---------- */
@@ -202,7 +215,7 @@ PLC_API void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ran
 PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
                            const uint64_t *bytes);
 /* A whole exchange: a note that weighs, bucket `index`, and the empty bucket `signals` that says all notes are written.
- * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. */
+ * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. [lock] */
 PLC_API int plc_arena_step(plc_arena *arena, const double *note, uint32_t signals, uint32_t index, int64_t timeout_ns,
                            uint32_t *number);
 

@@ -6,13 +6,16 @@ If torch.distributed is loaded already, the backend is registered at once. If no
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.util
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    # importlib.abc brings importlib.resources and tempfile along: finders and loaders need no base class.
+    import importlib.abc
+    import importlib.machinery
 
 __all__ = ["BACKEND_NAME", "register_backend"]
 
@@ -41,7 +44,7 @@ def _create_group(options: Any, backend_options: Any) -> Any:
     return create_group(options, backend_options)
 
 
-class _AfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport:
     """Registers the backend right after torch's own module has run."""
 
     def find_spec(
@@ -52,11 +55,11 @@ class _AfterImport(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _RegisteringLoader(spec.loader)
+            spec.loader = _RegisteringLoader(spec.loader)  # type: ignore[assignment]  # a loader by its methods
         return spec
 
 
-class _RegisteringLoader(importlib.abc.Loader):
+class _RegisteringLoader:
     def __init__(self, inner: importlib.abc.Loader) -> None:
         self._inner = inner
 

@@ -227,3 +227,159 @@ def test_a_message_of_another_size_is_a_mismatch_and_the_channel_lives_on():
         dist.destroy_process_group()
 
     run_ranks(2, body)
+
+
+def test_a_sender_that_still_sends_learns_of_the_wrong_size():
+    def body(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline.errors import MismatchError
+
+        init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        if rank == 0:
+            with pytest.raises(MismatchError, match="sent 4000000 bytes, rank 1 expected 44"):
+                dist.send(torch.ones(1_000_000), dst=1)
+            dist.send(torch.full((5,), 7.0), dst=1)
+        else:
+            with pytest.raises(MismatchError, match="expected 44 bytes, rank 0 sent 4000000"):
+                dist.recv(torch.empty(11), src=0)
+            data = torch.empty(5)
+            dist.recv(data, src=0)
+            assert data.tolist() == [7.0] * 5
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(2, body)
+
+
+def test_buckets_that_ranks_define_differently_are_a_mismatch_on_all_of_them():
+    def body(rank, world):
+        import torch.distributed as dist
+
+        from paceline.errors import MismatchError
+
+        init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        group = dist.group.WORLD
+        arena = group.engine.open_arena(4096, 2)
+        arena.define(0, 0, 10 + (rank == 1), 10, 0)
+        arena.define(1, 64, 10, 10, 0)
+        arena.ready(0)
+        with pytest.raises(MismatchError, match="defined a bucket differently") as caught:
+            arena.finish(0)
+        assert caught.value.values == {
+            0: "bucket 0: 10 float32 at byte 0, SUM",
+            1: "bucket 0: 11 float32 at byte 0, SUM",
+            2: "bucket 0: 10 float32 at byte 0, SUM",
+        }
+        arena.ready(1)
+        arena.finish(1)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(3, body)
+
+
+def strike_within_a_call(number: int) -> None:
+    """Send this process a signal once its group has begun another call."""
+    import torch.distributed as dist
+
+    comm = dist.group.WORLD.engine.comm
+    calls = comm._core.plc_comm_sequence
+    before = calls(comm.handle)
+
+    def wait_and_strike() -> None:
+        while calls(comm.handle) == before:
+            time.sleep(0.01)
+        time.sleep(0.1)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=wait_and_strike).start()
+
+
+@pytest.mark.parametrize("call", ["all_reduce", "barrier"])
+def test_ctrl_c_ends_a_collective_at_once_and_peers_learn_of_it(call):
+    def body(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline.errors import GroupAborted
+
+        init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        store = dist.group.WORLD.get_group_store()
+        arguments = [torch.ones(4)] if call == "all_reduce" else []
+        dist.barrier()
+        start = time.monotonic()
+        if rank == 0:
+            strike_within_a_call(signal.SIGINT)
+            with pytest.raises(KeyboardInterrupt):
+                getattr(dist, call)(*arguments)
+            store.set("stopped", "")
+        if rank == 2:  # comes only when it is over
+            store.get("stopped")
+        with pytest.raises(GroupAborted, match="rank 0 aborted the group"):
+            getattr(dist, call)(*arguments)
+        assert time.monotonic() - start < scenes.GROUP_TIMEOUT.total_seconds() / 2
+        dist.destroy_process_group()
+
+    run_ranks(3, body)
+
+
+def test_ctrl_c_ends_a_wait_for_something_asynchronous_which_goes_on():
+    def body(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        store = dist.group.WORLD.get_group_store()
+        data = torch.ones(4)
+        dist.barrier()
+        if rank == 0:
+            strike_within_a_call(signal.SIGINT)
+            work = dist.all_reduce(data, async_op=True)
+            with pytest.raises(KeyboardInterrupt):
+                work.wait()
+            store.set("stopped", "")
+            work.wait()
+        else:
+            store.get("stopped")
+            dist.all_reduce(data)
+        assert data.tolist() == [2.0] * 4
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(2, body)
+
+
+def test_a_signal_handler_runs_while_a_collective_waits_and_may_not_call_the_same_group():
+    def body(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline.errors import ConfigError
+
+        init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        store = dist.group.WORLD.get_group_store()
+        found = []
+
+        def handle(number, frame):
+            try:
+                dist.all_reduce(torch.ones(1))
+            except ConfigError as error:
+                found.append(str(error))
+            store.set("handled", "")
+
+        dist.barrier()
+        data = torch.ones(4)
+        if rank == 0:
+            signal.signal(signal.SIGUSR1, handle)
+            strike_within_a_call(signal.SIGUSR1)
+        else:
+            store.get("handled")
+        dist.all_reduce(data)
+        assert data.tolist() == [2.0] * 4
+        assert len(found) == (rank == 0)
+        assert all("signal handler" in text for text in found)
+        dist.destroy_process_group()
+
+    run_ranks(2, body)

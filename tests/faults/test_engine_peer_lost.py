@@ -210,3 +210,28 @@ def test_a_forked_child_is_no_rank():
         return value.item()
 
     assert run_ranks(2, body) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_death_while_a_group_is_made_is_noticed_long_before_the_time_limit(victim):
+    """The victim has told its pid, and no more; the others wait for it to open the memory."""
+
+    def body(rank, world):
+        from paceline.errors import PeerLost
+        from paceline.shm import communicator
+
+        if rank == victim:
+            communicator.Communicator.join = lambda *args, **options: scenes.die_by(signal.SIGKILL)()
+        try:
+            init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
+        except PeerLost as error:
+            happened, pid = scenes.event_file().read_text().split()
+            return error.rank, error.pid == int(pid), time.monotonic() - float(happened)
+        raise AssertionError("a group of the living and the dead")
+
+    outcomes = run_ranks(3, body, check=False)
+    for rank in {0, 1, 2} - {victim}:
+        assert outcomes[rank].error is None, outcomes[rank].error
+        lost, pid_is_right, took_s = outcomes[rank].value
+        assert (lost, pid_is_right) == (victim, True)
+        assert took_s < scenes.GROUP_TIMEOUT.total_seconds() / 2

@@ -29,6 +29,10 @@ _context = multiprocessing.get_context("forkserver")
 _PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
 _context.set_forkserver_preload(_PRELOAD)
 
+# Stock DDP drops its group while it holds the GIL. If that was the last reference, Gloo's destructor joins a thread that
+# wants the GIL for its last piece of work: a deadlock, seen once in some hundred runs. So ranks never drop the last one.
+_kept_groups: list[Any] = []
+
 
 class RankDied(Exception):
     """A rank ended without a result."""
@@ -65,6 +69,8 @@ def init_group(backend: str = "gloo", **options: Any) -> None:
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group(backend, init_method=free_rendezvous(), rank=rank, world_size=world, **options)
+    if "gloo" in backend:
+        _kept_groups.append(dist.group.WORLD)
 
 
 def run_ranks(

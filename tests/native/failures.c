@@ -42,7 +42,7 @@ static void each_field_differs(seat *at) {
         plc_comm_calls(at->comm, calls);
         if (field == COUNT) CHECK(calls[odd].count == 600 && calls[(odd + 1) % at->ranks].count == 100, "wrong calls");
         for (int i = 0; i < 3; i++) data[i] = (float)at->rank;
-        CHECK_STATUS(PLC_OK, plc_allreduce(at->comm, data, 3, PLC_F32, PLC_SUM, 1.0, -1));
+        CHECK_STATUS(PLC_OK, plc_allreduce(at->comm, data, 3, PLC_F32, PLC_SUM, -1));
         float expected = (float)(at->ranks * (at->ranks - 1) / 2);
         CHECK(data[0] == expected && data[2] == expected, "field %d: %g instead of %g", field, data[0], expected);
     }
@@ -150,7 +150,7 @@ static void aborted_in_bucket(seat *at) { aborted_in(at, 3); }
 
 static void in_world_with_arena(uint32_t ranks, int64_t timeout_ms, rank_fn fn, uint64_t seed) {
     world w = new_world(ranks, timeout_ms);
-    uint64_t bytes = plc_arena_bytes(ranks, 4096, 1);
+    uint64_t bytes = plc_arena_bytes(ranks, 4096, 8);
     w.shared = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     CHECK(w.shared != MAP_FAILED, "mmap: errno %d", errno);
     run_world(&w, fn, seed);
@@ -162,6 +162,73 @@ void abort_by_thread(uint64_t seed) {
     const rank_fn ways[] = {aborted_in_run, aborted_in_submit, aborted_in_message, aborted_in_bucket};
     for (int i = 0; i < 4; i++) in_world_with_arena(3, 30000, ways[i], seed);
 }
+
+/* Somewhere in the blocks of a long message, which have no phases of their own. */
+static void *abort_at_any_moment(void *argument) {
+    seat *at = argument;
+    nap_ns((int64_t)below(&at->mine, 3000000));
+    plc_comm_abort(at->comm);
+    return NULL;
+}
+
+static void aborted_between_blocks(seat *at) {
+    enum { FLOATS = 50000 };
+    float *data = calloc(FLOATS, sizeof *data);
+    pthread_t other;
+    CHECK_STATUS(PLC_OK, barrier(at));
+    if (at->rank == 0) CHECK(pthread_create(&other, NULL, abort_at_any_moment, at) == 0, "no thread");
+    int status = PLC_OK;
+    for (plc_request q = allreduce_of(data, FLOATS); status == PLC_OK;) status = plc_run(at->comm, &q);
+    CHECK(status == PLC_ABORTED, "status %d", status);
+    if (at->rank == 0) pthread_join(other, NULL);
+    pthread_barrier_wait(&at->in->all);
+    free(data);
+}
+
+void abort_in_the_rings(uint64_t seed) {
+    for (uint64_t i = 0; i < 10; i++) in_new_world(2 + i % 2, 30000, aborted_between_blocks, seed * 100 + i);
+}
+
+/* --- callers with a lock: let go while it waits, asked whether to stop, and held again afterwards ---------------------- */
+static _Thread_local struct {
+    plc_comm *comm;
+    int held, let_go, asked, stop_after;
+} calling;
+
+static void *let_go(void) {
+    CHECK(calling.held == 1, "let go without holding");
+    calling.held = 0, calling.let_go++;
+    return &calling;
+}
+
+static void take(void *state) {
+    CHECK(state == &calling && calling.held == 0, "taken twice");
+    calling.held = 1;
+}
+
+static int wants_to_stop(void) {
+    float one = 1;
+    CHECK(calling.held == 1, "asked without holding");
+    CHECK_STATUS(PLC_NESTED, plc_allreduce(calling.comm, &one, 1, PLC_F32, PLC_SUM, -1));
+    return ++calling.asked == calling.stop_after;
+}
+
+static void one_caller_stops(seat *at) {
+    float number = 1;
+    calling.comm = at->comm, calling.held = 1, calling.stop_after = -1;
+    plc_comm_called_by(at->comm, &(plc_caller){let_go, take, wants_to_stop});
+    if (at->rank == 1) nap_ns(120 * MS);
+    CHECK_STATUS(PLC_OK, plc_allreduce(at->comm, &number, 1, PLC_F32, PLC_SUM, -1));
+    CHECK(number == 3 && calling.held == 1, "%g", number);
+    CHECK(at->rank == 1 || (calling.let_go > 0 && calling.asked > 0), "waited with the lock held");
+    calling.asked = 0, calling.stop_after = at->rank == 0 ? 2 : -1;
+    if (at->rank != 1) CHECK_STATUS(PLC_ABORTED, plc_allreduce(at->comm, &number, 1, PLC_F32, PLC_SUM, -1));
+    CHECK(calling.held == 1, "not given back");
+    pthread_barrier_wait(&at->in->all);
+    CHECK(failure_of(at).rank == (at->rank == 1 ? -1 : 0), "the wrong rank stopped");
+}
+
+void callers(uint64_t seed) { in_new_world(3, 30000, one_caller_stops, seed); }
 
 /* --- time-outs: every rank that waited names the rank that did not come ----------------------------------------------- */
 static void check_missing(seat *at, uint32_t expected) {
@@ -202,6 +269,36 @@ static void one_bucket_is_late(seat *at) {
     pthread_barrier_wait(&at->in->all);
     plc_arena_close(arena);
 }
+
+/* Each field of a definition in turn, in a bucket of its own; nothing is touched, and the group goes on. */
+static void definitions_differ(seat *at) {
+    enum { OFFSET, NUMBER, DTYPE, OP, FIELDS };
+    plc_arena *arena;
+    plc_call calls[3];
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, at->in->shared, 4096, FIELDS + 1, &arena));
+    float *region = plc_arena_region(arena, at->rank);
+    for (int i = 0; i < 20; i++) region[i] = 1;
+    for (uint32_t field = 0; field <= FIELDS; field++) {
+        bool err = at->rank == field % at->ranks;
+        bool differs = field < FIELDS;
+        CHECK_STATUS(PLC_OK, plc_bucket_define(arena, field, field == OFFSET && err ? 8 : 0,
+                                               field == NUMBER && err ? 11 : 10, field == DTYPE && err ? PLC_I32 : PLC_F32,
+                                               field == OP && err ? PLC_MAX : PLC_SUM));
+        CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, field));
+        CHECK_STATUS(differs ? PLC_MISMATCH : PLC_OK, plc_bucket_finish(arena, field, -1));
+        CHECK(region[0] == (differs ? 1.0f : 3.0f), "bucket %u holds %g", field, region[0]);
+        if (!differs) continue;
+        plc_comm_calls(at->comm, calls);
+        const plc_call *odd = &calls[field % at->ranks], *other = &calls[(field + 1) % at->ranks];
+        CHECK(odd->kind == PLC_BUCKET && odd->sequence == field, "wrong record");
+        CHECK(odd->label != other->label || odd->count != other->count || odd->dtype != other->dtype ||
+                  odd->op != other->op, "field %u is the same on both", field);
+    }
+    pthread_barrier_wait(&at->in->all);
+    plc_arena_close(arena);
+}
+
+void mismatched_buckets(uint64_t seed) { in_world_with_arena(3, 30000, definitions_differ, seed); }
 
 void late_bucket(uint64_t seed) { in_world_with_arena(3, 30000, one_bucket_is_late, seed); }
 
@@ -349,7 +446,7 @@ static void refuse(seat *at) {
     CHECK_STATUS(PLC_INVALID, plc_bucket_define(arena, 0, 2, 1, PLC_F32, PLC_SUM)); /* between two elements */
     CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 4092, 1, PLC_F32, PLC_SUM));
     plc_arena_close(arena);
-    CHECK_STATUS(PLC_OK, plc_allreduce(at->comm, data, 4, PLC_F32, PLC_SUM, 1.0, INT64_MAX)); /* and nothing is broken */
+    CHECK_STATUS(PLC_OK, plc_allreduce(at->comm, data, 4, PLC_F32, PLC_SUM, INT64_MAX)); /* and nothing is broken */
 }
 
 void wrong_arguments(uint64_t seed) { in_world_with_arena(2, 10000, refuse, seed); }
@@ -472,8 +569,10 @@ static void sizes_do_not_fit(seat *at) {
     for (int i = 0; i < 4; i++) {
         if (at->rank == 1) {
             plc_message m = {.peer = 0, .tag = 0, .buffer = data, .bytes = sent[i], .timeout_ns = -1};
+            bool is_told = sent[i] > RING_BYTES; /* it is still sending when the other looks */
             CHECK_STATUS(PLC_OK, plc_send(at->comm, &m));
-            CHECK_STATUS(PLC_OK, plc_message_wait(at->comm, &m, -1));
+            CHECK_STATUS(is_told ? PLC_SIZE : PLC_OK, plc_message_wait(at->comm, &m, -1));
+            if (is_told) CHECK(m.found_bytes == wanted[i], "%lu bytes", (unsigned long)m.found_bytes);
         } else {
             plc_message m = {.peer = 1, .tag = 0, .buffer = data, .bytes = wanted[i], .timeout_ns = -1};
             CHECK_STATUS(PLC_OK, plc_receive(at->comm, &m));

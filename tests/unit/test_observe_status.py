@@ -18,7 +18,7 @@ from paceline.observe import stacks
 from paceline.observe.activity import Activity, activity_of
 from paceline.observe.recorder import Recorder, group_number
 from paceline.observe.status import PHASES, Phase, Place, Word, find_pages, read_page
-from paceline.observe.watch import stall_after_s
+from paceline.observe.variables import stall_after_s
 
 
 @pytest.fixture
@@ -45,7 +45,11 @@ def test_a_call_is_on_the_page_while_it_lasts(recorder):
     recorder.enter(place, 12, 4)
     page = read_page(os.getpid())
     assert page.call.words == "all_reduce of bucket 4 (a.weight, a.bias)"
-    assert (page.call.members, page.call.key, page.phase) == ((0, 3), (group_number("Net"), 12), Phase.SYNCHRONISE)
+    assert (page.call.members, page.call.key, page.phase) == (
+        (0, 3),
+        (group_number("Net"), 12, "all_reduce"),
+        Phase.SYNCHRONISE,
+    )
     recorder.enter(Place("barrier").packed(), 1)  # inside the wait: part of it
     recorder.leave()
     assert read_page(os.getpid()).call is not None

@@ -134,3 +134,42 @@ def test_the_command_writes_a_page_and_says_what_limits_the_run(tmp_path, capsys
     said = capsys.readouterr().out
     assert str(tmp_path / "page.html") in said
     assert "Rank 1" in said
+
+
+def test_ranks_that_remember_more_are_cut_to_what_all_remember(tmp_path):
+    for rank, capacity in ((0, 4), (1, 16)):
+        writer = TraceWriter(tmp_path, rank, 2, capacity=capacity)
+        for step in range(10):
+            writer.add(Phase.FORWARD, step * 10, step * 10 + 5, step)
+        writer.close()
+    timeline = Timeline(read_traces(tmp_path))
+    assert [span.step for span in timeline.spans[0]] == [span.step for span in timeline.spans[1]] == [6, 7, 8, 9]
+    assert (timeline.spans[1][0].start_ns, timeline.duration_ns) == (0, 35)
+    assert "The oldest 6 spans were overwritten" in timeline.words()
+
+
+def test_one_rank_is_told_of_alone_and_its_steps_are_those_of_the_optimizer(tmp_path):
+    writer = TraceWriter(tmp_path, 0, 1)
+    for step in range(5):
+        writer.add(Phase.FORWARD, step * 10 * MS, (step * 10 + 6) * MS, 0)
+        writer.add(Phase.OPTIMIZER, (step * 10 + 6) * MS, (step * 10 + 10) * MS, 0)
+    writer.close()
+    words = Timeline(read_traces(tmp_path)).words()
+    assert words.startswith("One rank made 5 steps in 0.1 s. 60% of its time went into forward.")
+    assert "waiting for one another" not in words
+
+
+def test_an_empty_trace_says_so(tmp_path):
+    TraceWriter(tmp_path, 0, 1).close()
+    assert write_report(tmp_path).exists()
+    assert Timeline(read_traces(tmp_path)).words().startswith("Nothing was recorded")
+
+
+def test_buckets_that_travel_together_hide_the_time_once(tmp_path):
+    writer = TraceWriter(tmp_path, 0, 1)
+    writer.add(Phase.BACKWARD, 0, 100, 0)
+    writer.add(Kind.BUCKET_FLIGHT, 20, 110, 0, 0, 0)
+    writer.add(Kind.BUCKET_FLIGHT, 50, 120, 0, 1, 0)
+    writer.add(Kind.MEETING, 100, 120, 0, 7, 0)
+    writer.close()
+    assert Timeline(read_traces(tmp_path)).communication() == (80, 20)

@@ -12,15 +12,12 @@ import uuid
 from collections.abc import Callable
 
 from paceline.errors import ConfigError, describe_exit
-from paceline.launch.job import Meeting, Script, exit_code_for_shell
+from paceline.launch.job import PRELOAD, Meeting, Script, exit_code_for_shell
 from paceline.launch.output import Output
 from paceline.launch.processes import adopt_orphans
 from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
-from paceline.launch.zygote import PRELOAD
-from paceline.observe.session import RUN_ID, TRACE
-from paceline.observe.status import SCRIPT
-from paceline.observe.watch import STALL_AFTER, stall_after_s
+from paceline.observe.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 
 __all__ = ["add_arguments", "run"]
 

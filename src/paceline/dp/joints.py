@@ -11,6 +11,8 @@ runs share 0, `Parameters` and `Share` then add what the others found. Hooks, ac
 
 from __future__ import annotations
 
+import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -37,8 +39,11 @@ class RemoteCall(Protocol):
     def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Let the other replicas start; the gradients of share 0."""
 
-    def parameter_gradients(self, own: Gradients, needed: Sequence[bool]) -> Gradients:
-        """The sums over all replicas."""
+    def parameter_gradients(self, own: Gradients, needed: Sequence[bool], mine: set[int]) -> Gradients:
+        """The sums over all replicas. `mine`: which of our own nobody else refers to."""
+
+    def large_parameters(self) -> Sequence[int]:
+        """Which of them are worth a thought about where the sum is written."""
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the whole input leaf `index`."""
@@ -51,12 +56,15 @@ class Parameters(torch.autograd.Function):
     def forward(ctx: Any, call: RemoteCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
+        if call.large_parameters():
+            _references_of_a_backward()
         return (*(parameter.detach() for parameter in parameters), torch.empty(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
-        return (None, *ctx.call.parameter_gradients(gradients[:-1], ctx.needs_input_grad[1:]))
+        mine = _nobody_elses(gradients, ctx.call.large_parameters())
+        return (None, *ctx.call.parameter_gradients(gradients[:-1], ctx.needs_input_grad[1:], mine))
 
 
 class Share(torch.autograd.Function):
@@ -91,6 +99,53 @@ class Join(torch.autograd.Function):
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
         return (None, torch.zeros(0), *ctx.call.start_backward(gradients))  # type: ignore[attr-defined]  # set in forward
+
+
+def _nobody_elses(gradients: Gradients, candidates: Sequence[int]) -> set[int]:
+    """Which of the candidates only the backward that was called with them refers to: they may be added to in place.
+
+    Another node's input, a hook that kept it, a view of it would each be one reference more.
+    """
+    if not candidates:
+        return set()
+    references, limit = _references(gradients), _references_of_a_backward()
+    return {
+        index
+        for index in candidates
+        if references[index] <= limit and (gradient := gradients[index]) is not None and _has_storage_alone(gradient)
+    }
+
+
+def _has_storage_alone(gradient: torch.Tensor) -> bool:
+    # Two: the tensor's reference, and that of the storage made for this question.
+    return not gradient.is_sparse and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2
+
+
+@functools.cache
+def _references_of_a_backward() -> int:
+    """How many references a gradient has that nobody keeps, as `_references` counts: depends on torch's version."""
+    with torch.enable_grad():
+        _Probe.apply(torch.zeros(1, requires_grad=True)).sum().mul(2).backward()  # type: ignore[no-untyped-call]  # torch's
+    return _Probe.found
+
+
+class _Probe(torch.autograd.Function):
+    """Counts the references of a gradient in the way, and at the depth, that `Parameters` does."""
+
+    found = 0
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        _Probe.found = min(_references(gradients))
+        return gradients[0]
+
+
+def _references(gradients: Gradients) -> list[int]:
+    return [sys.getrefcount(gradient) for gradient in gradients]
 
 
 def refuse_create_graph() -> None:

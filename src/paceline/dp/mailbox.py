@@ -2,6 +2,8 @@
 
 Each side owns the memory it writes, an anonymous file that is replaced by a larger one when a message does not fit; the
 reader opens it through `/proc`. There is one message at a time in each direction, and flags tell when it is there.
+
+Steps of training repeat: what messages have in common is a `Form`, worked out once by each side and looked up later.
 """
 
 from __future__ import annotations
@@ -20,20 +22,21 @@ from paceline.dp.combine import TensorMeta
 from paceline.errors import NativeError
 from paceline.shm.rendezvous import open_peer_descriptor
 
-__all__ = ["NOTICE_BYTES", "Inbox", "Message", "Outbox", "meta_of"]
+__all__ = ["NOTICE_BYTES", "Form", "Inbox", "Message", "Outbox", "meta_of"]
 
 NOTICE_BYTES = 64
 _NOTICE = struct.Struct("<QQQQQ")  # descriptor, capacity, bytes of fixed part, of spec, of objects
 _ALIGN = 64
 _HEADER_STEP = 4096
 _FIRST_CAPACITY = 1 << 16
+_FORMS_KEPT = 256  # shapes that change all the time do not fill the memory
 
 
 class Message(NamedTuple):
-    """`fixed` is a tuple of plain values; `spec` is hashable and remembered by the reader; `objects` are pickled."""
+    """What was read: `fixed` is a tuple of plain values, `objects` were pickled."""
 
     fixed: tuple[Any, ...]
-    spec: tuple[Any, ...]
+    form: Form
     objects: list[Any]
 
 
@@ -50,41 +53,48 @@ def _nbytes(meta: TensorMeta) -> int:
     return count * meta.dtype.itemsize
 
 
-def _offsets(metas: Sequence[TensorMeta], at: int) -> tuple[list[int], int]:
-    """Where each tensor lies, after a header of `at` bytes; and the end."""
-    at = -(-at // _HEADER_STEP) * _HEADER_STEP
-    found = []
-    for meta in metas:
-        found.append(at)
-        at += -(-_nbytes(meta) // _ALIGN) * _ALIGN
-    return found, at
+class Form:
+    """The part of a message that is the same each time: its spec, and where its tensors lie."""
+
+    def __init__(self, spec: tuple[Any, ...], metas: tuple[TensorMeta, ...], data: bytes) -> None:
+        self.spec = spec
+        self.metas = metas
+        self.data = data
+        self._offsets: list[int] = []
+        self.nbytes = 0
+        for meta in metas:
+            self._offsets.append(self.nbytes)
+            self.nbytes += -(-_nbytes(meta) // _ALIGN) * _ALIGN
+        self._where: tuple[mmap.mmap | None, int] = (None, 0)
+        self._tensors: list[torch.Tensor] = []
+
+    def tensors(self, memory: mmap.mmap, start: int) -> list[torch.Tensor]:
+        """Views of the memory from `start` on; made again only if that is another place than last time."""
+        if self._where[0] is not memory or self._where[1] != start:
+            self._tensors = [
+                _view(memory, start + offset, meta) for offset, meta in zip(self._offsets, self.metas, strict=True)
+            ]
+            self._where = (memory, start)
+        return self._tensors
+
+    def forget_place(self) -> None:
+        """Let go of memory that is not used any more."""
+        self._where, self._tensors = (None, 0), []
 
 
-class _Window:
-    """A mapping, and tensors over parts of it, made once each."""
+def _view(memory: mmap.mmap, offset: int, meta: TensorMeta) -> torch.Tensor:
+    count = _nbytes(meta) // meta.dtype.itemsize
+    if count == 0:
+        return torch.empty(meta.shape, dtype=meta.dtype)
+    flat = torch.frombuffer(memory, dtype=meta.dtype, count=count, offset=offset)
+    if not meta.channels_last:
+        return flat.view(meta.shape)
+    batch, channels, height, width = meta.shape
+    return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
 
-    def __init__(self, descriptor: int, capacity: int) -> None:
-        self.memory = mmap.mmap(descriptor, capacity)
-        self._views: dict[tuple[int, TensorMeta], torch.Tensor] = {}
 
-    def view(self, offset: int, meta: TensorMeta) -> torch.Tensor:
-        key = (offset, meta)
-        found = self._views.get(key)
-        if found is None:
-            if len(self._views) > 4096:
-                self._views.clear()  # shapes that change all the time
-            found = self._views[key] = self._make(offset, meta)
-        return found
-
-    def _make(self, offset: int, meta: TensorMeta) -> torch.Tensor:
-        count = _nbytes(meta) // meta.dtype.itemsize
-        if count == 0:
-            return torch.empty(meta.shape, dtype=meta.dtype)
-        flat = torch.frombuffer(self.memory, dtype=meta.dtype, count=count, offset=offset)
-        if not meta.channels_last:
-            return flat.view(meta.shape)
-        batch, channels, height, width = meta.shape
-        return flat.view(batch, height, width, channels).permute(0, 3, 1, 2)
+def _start_of_tensors(header: int) -> int:
+    return -(-header // _HEADER_STEP) * _HEADER_STEP
 
 
 class Outbox:
@@ -94,43 +104,45 @@ class Outbox:
         self._notice = notice
         self._descriptor = -1
         self._capacity = 0
-        self._window: _Window | None = None
-        self._specs: dict[tuple[Any, ...], bytes] = {}
+        self._memory: mmap.mmap | None = None
+        self._forms: dict[tuple[Any, Any], Form] = {}
 
-    def write(self, message: Message, tensors: Sequence[torch.Tensor], metas: Sequence[TensorMeta]) -> None:
-        """Put a message in place; `metas` describe the tensors and are known to the reader, from the spec say."""
-        fixed = marshal.dumps(message.fixed)  # plain values, both sides one interpreter: the fastest way
-        spec = self._spec(message.spec)
-        objects = wire.dumps(message.objects) if message.objects else b""
-        header = len(fixed) + len(spec) + len(objects)
-        offsets, end = _offsets(metas, header)
-        window = self._room(end)
-        memory = window.memory
-        memory[:header] = fixed + spec + objects
+    def form(self, spec: tuple[Any, ...], metas: tuple[TensorMeta, ...]) -> Form:
+        """What messages with this spec and tensors like `metas` have in common."""
+        key = (spec, metas)
+        form = self._forms.get(key)
+        if form is None:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            form = self._forms[key] = Form(spec, metas, wire.dumps(key))
+        return form
+
+    def write(
+        self, fixed: tuple[Any, ...], form: Form, tensors: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()
+    ) -> None:
+        """Put a message in place."""
+        plain = marshal.dumps(fixed)  # plain values, both sides one interpreter: the fastest way
+        pickled = wire.dumps(list(objects)) if objects else b""
+        data = plain + form.data + pickled
+        start = _start_of_tensors(len(data))
+        memory = self._room(start + form.nbytes)
+        memory[: len(data)] = data
         if tensors:
-            places = [window.view(offset, meta) for offset, meta in zip(offsets, metas, strict=True)]
             with torch.no_grad():
-                for place, tensor in zip(places, tensors, strict=True):
-                    place.copy_(tensor)
-        _NOTICE.pack_into(self._notice, 0, self._descriptor, self._capacity, len(fixed), len(spec), len(objects))
+                torch._foreach_copy_(form.tensors(memory, start), list(tensors))
+        _NOTICE.pack_into(self._notice, 0, self._descriptor, self._capacity, len(plain), len(form.data), len(data))
 
     def close(self) -> None:
         """Give the memory up; a mapping lives on while tensors use it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        self._window = None
+        self._memory = None
+        for form in self._forms.values():
+            form.forget_place()
 
-    def _spec(self, spec: tuple[Any, ...]) -> bytes:
-        data = self._specs.get(spec)
-        if data is None:
-            if len(self._specs) > 256:
-                self._specs.clear()
-            data = self._specs[spec] = wire.dumps(spec)
-        return data
-
-    def _room(self, nbytes: int) -> _Window:
-        if self._window is None or nbytes > self._capacity:
+    def _room(self, nbytes: int) -> mmap.mmap:
+        if self._memory is None or nbytes > self._capacity:
             self.close()
             # Half as much again: batches that grow slowly do not replace it each time.
             self._capacity = max(_FIRST_CAPACITY, -(-nbytes * 3 // 2 // _HEADER_STEP) * _HEADER_STEP)
@@ -143,8 +155,8 @@ class Outbox:
                     f"no room for {self._capacity / 2**20:.0f} MiB of shared memory for inputs and outputs of "
                     f"DataParallel: {error.strerror}. Free memory, raise the memory limit, or use smaller batches"
                 ) from error
-            self._window = _Window(self._descriptor, self._capacity)
-        return self._window
+            self._memory = mmap.mmap(self._descriptor, self._capacity)
+        return self._memory
 
 
 class Inbox:
@@ -154,38 +166,41 @@ class Inbox:
         self._pid = pid
         self._notice = notice
         self._known = (-1, 0)
-        self._window: _Window | None = None
-        self._header = 0
-        self._specs: dict[bytes, tuple[Any, ...]] = {}
+        self._memory: mmap.mmap | None = None
+        self._start = 0
+        self._forms: dict[bytes, Form] = {}
 
     def read(self) -> Message:
         """The message that is there."""
-        descriptor, capacity, fixed, spec, objects = _NOTICE.unpack_from(self._notice, 0)
-        if self._window is None or self._known != (descriptor, capacity):
+        descriptor, capacity, plain, spec, header = _NOTICE.unpack_from(self._notice, 0)
+        if self._memory is None or self._known != (descriptor, capacity):
             opened = open_peer_descriptor(self._pid, descriptor)
-            self._window = _Window(opened, capacity)
+            self.close()
+            self._memory = mmap.mmap(opened, capacity)
             os.close(opened)
             self._known = (descriptor, capacity)
-        memory = self._window.memory
-        self._header = fixed + spec + objects
-        found = marshal.loads(memory[:fixed])
-        described = self._described(memory[fixed : fixed + spec])
-        return Message(found, described, wire.loads(memory[fixed + spec : self._header]) if objects else [])
+        data = self._memory[:header]
+        self._start = _start_of_tensors(header)
+        end = plain + spec
+        form = self._form(data[plain:end])
+        return Message(marshal.loads(data[:plain]), form, wire.loads(data[end:]) if end < header else [])
+
+    def tensors(self, form: Form) -> list[torch.Tensor]:
+        """The tensors of the message that was read, where they lie: gone with the next message."""
+        assert self._memory is not None
+        return form.tensors(self._memory, self._start)
 
     def close(self) -> None:
         """Let go of the memory."""
-        self._window = None
+        self._memory = None
+        for form in self._forms.values():
+            form.forget_place()
 
-    def tensors(self, metas: Sequence[TensorMeta]) -> list[torch.Tensor]:
-        """The message's tensors, where they lie: gone with the next message."""
-        assert self._window is not None
-        offsets, _ = _offsets(metas, self._header)
-        return [self._window.view(offset, meta) for offset, meta in zip(offsets, metas, strict=True)]
-
-    def _described(self, data: bytes) -> tuple[Any, ...]:
-        spec = self._specs.get(data)
-        if spec is None:
-            if len(self._specs) > 256:
-                self._specs.clear()
-            spec = self._specs[data] = wire.loads(data)
-        return spec
+    def _form(self, data: bytes) -> Form:
+        form = self._forms.get(data)
+        if form is None:
+            if len(self._forms) >= _FORMS_KEPT:
+                self._forms.clear()
+            spec, metas = wire.loads(data)
+            form = self._forms[data] = Form(spec, metas, data)
+        return form

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import mmap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,9 +12,10 @@ from torch import nn
 
 from paceline.errors import ConfigError
 
-__all__ = ["SharedParameters", "substituted"]
+__all__ = ["GradientRoom", "SharedParameters", "substituted"]
 
 _ALIGN = 64
+_LARGE_BYTES = 1 << 18  # memory of this size costs more to get than to fill
 _Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
 
@@ -40,6 +40,9 @@ class SharedParameters:
         total = sum(_room(parameter) for _, parameter, _ in found)
         memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))  # anonymous and shared: forked processes map it too
         self.slots: list[_Slot] = []
+        self.trainable: list[_Slot] = []
+        self.places: list[int] = []  # of the trainable ones among all
+        self.large: list[int] = []  # among the trainable ones
         at = 0
         with torch.no_grad():
             for name, parameter, places in found:
@@ -48,6 +51,13 @@ class SharedParameters:
                     _Slot(parameter, places, name, view, parameter.data_ptr(), parameter.shape, parameter.requires_grad)
                 )
                 at += _room(parameter)
+        self._choose_trainable()
+
+    def _choose_trainable(self) -> None:
+        """New lists: calls keep those of their forward."""
+        self.places = [index for index, slot in enumerate(self.slots) if slot.requires_grad]
+        self.trainable = [self.slots[index] for index in self.places]
+        self.large = [i for i, slot in enumerate(self.trainable) if slot.parameter.nbytes >= _LARGE_BYTES]
 
     @property
     def tensors(self) -> list[nn.Parameter]:
@@ -102,20 +112,40 @@ class SharedParameters:
             if slot.parameter.requires_grad != slot.requires_grad:
                 slot.requires_grad = not slot.requires_grad
                 changed.append((index, slot.requires_grad))
+        if changed:
+            self._choose_trainable()
         return tuple(changed)
 
 
-@contextmanager
-def substituted(slots: Sequence[_Slot], tensors: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """While this lasts, the module computes with `tensors` in place of its parameters (None: the parameter)."""
-    pairs = [(slot, tensor) for slot, tensor in zip(slots, tensors, strict=True) if tensor is not None]
-    for slot, tensor in pairs:
-        for holder, name in slot.places:
-            holder[name] = tensor
-    try:
-        yield
-    finally:
-        for slot, tensor in pairs:
+class GradientRoom:
+    """Where one worker leaves the gradients of the parameters: a place for each, in memory both have mapped.
+
+    Made before the fork. Pages that no gradient is written to do not exist.
+    """
+
+    def __init__(self, parameters: SharedParameters) -> None:
+        tensors = parameters.tensors
+        memory = mmap.mmap(-1, max(sum(map(_room, tensors)), mmap.PAGESIZE))
+        self.places: list[torch.Tensor] = []
+        at = 0
+        for parameter in tensors:
+            self.places.append(_view_like(parameter, memory, at))
+            at += _room(parameter)
+
+
+class substituted:  # noqa: N801 - used like a function, in `with`; a generator costs more
+    """While this lasts, the module computes with `tensors` in place of its parameters."""
+
+    def __init__(self, slots: Sequence[_Slot], tensors: Sequence[torch.Tensor]) -> None:
+        self._pairs = list(zip(slots, tensors, strict=True))
+
+    def __enter__(self) -> None:
+        for slot, tensor in self._pairs:
+            for holder, name in slot.places:
+                holder[name] = tensor
+
+    def __exit__(self, *exc: object) -> None:
+        for slot, tensor in self._pairs:
             for holder, name in slot.places:
                 if holder.get(name) is tensor:
                     holder[name] = slot.parameter
@@ -143,9 +173,16 @@ def _move(name: str, parameter: nn.Parameter, memory: mmap.mmap, offset: int) ->
         )
     if parameter.numel() == 0:
         return None
-    flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
-    like = torch.empty_like(parameter, device="meta")  # dense, in the parameter's own order of dimensions
-    view = flat.as_strided(parameter.shape, like.stride())
+    view = _view_like(parameter, memory, offset)
     view.copy_(parameter.detach())
     parameter.data = view
     return view
+
+
+def _view_like(parameter: torch.Tensor, memory: mmap.mmap, offset: int) -> torch.Tensor:
+    """Part of the memory as a tensor, dense, in the parameter's own order of dimensions."""
+    like = torch.empty_like(parameter, device="meta", requires_grad=False)
+    if parameter.numel() == 0:
+        return torch.empty_like(like, device="cpu")
+    flat = torch.frombuffer(memory, dtype=parameter.dtype, count=parameter.numel(), offset=offset)
+    return flat.as_strided(parameter.shape, like.stride())

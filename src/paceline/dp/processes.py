@@ -14,8 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
-import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,7 @@ from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
 from paceline.dp.crew import Crew, Worker
 from paceline.dp.joints import Gradients, Join, Parameters, Share
 from paceline.dp.mailbox import Message, meta_of
-from paceline.dp.parameters import SharedParameters, substituted
+from paceline.dp.parameters import GradientRoom, SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.dp.sums import sum_gradients
@@ -40,6 +39,7 @@ from paceline.errors import ConfigError, GroupError
 __all__ = ["ProcessExecutor"]
 
 _tokens = itertools.count(1)
+_JOINTS_KEPT = 256
 _SMALL_BUFFER = 4096  # elements; cheaper sent than thought about
 
 
@@ -124,6 +124,12 @@ class _Backlog:
     buffers: set[int] = dataclasses.field(default_factory=set)
     releases: list[int] = dataclasses.field(default_factory=list)
 
+    def clear(self, releases: int) -> None:
+        """It was told, `releases` of those too: the garbage collector may have added some meanwhile."""
+        if self.updates or self.thawed or self.buffers:
+            self.updates, self.thawed, self.buffers = {}, {}, set()
+        del self.releases[:releases]
+
 
 class _Team:
     """Workers, and what they know of the module."""
@@ -139,10 +145,14 @@ class _Team:
         self.backlogs = [_Backlog() for _ in range(replicas)]
         self.current: _Call | None = None  # whose answers lie in the boxes
         self.watch = ModuleWatch(module)
+        self.joints: dict[Any, list[Joint]] = {}  # how outputs that were seen before are joined
         shared, places = self.parameters, self.buffers.places
+        self.rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
         self.crew = Crew(
             replicas - 1,
-            lambda replica, link, pid, pidfd: serve(module, shared, places, threads, replica, link, pid, pidfd),
+            lambda replica, link, pid, pidfd: serve(
+                module, shared, rooms[replica - 1], places, threads, replica, link, pid, pidfd
+            ),
             timeout_s,
         )
 
@@ -239,6 +249,8 @@ class _Call:
         self._joints: list[Joint] = []
         self._outputs: list[list[torch.Tensor]] = []  # of the workers, in their boxes, until joined
         self._wanted: list[int] = []  # input leaves whose gradient workers compute
+        self._places: list[int] = []  # of the parameters' gradients
+        self._large: list[int] = []
         self._released = True
         self._pending = False  # workers compute gradients
         self._found: list[_Found] | None = None
@@ -248,21 +260,25 @@ class _Call:
         team = self._team
         team.limit.reset()
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
-        leaves = self._split.leaves
         if grad:
-            self._wanted = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            leaves = enumerate(self._split.leaves)
+            self._wanted = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         self._send_shares()
-        with self._collected_whatever_happens(), team.limit:
-            anchor, outputs = self._run_own_share(grad)
+        self._released = not grad  # workers keep their graphs until this call, and with it the user's graph, is gone
+        anchor, outputs = self._run_own_share(grad)
         spec, own = flatten(outputs)
-        self._plan_joints(spec, own, self._answers())
         tensors = [leaf for leaf in own if isinstance(leaf, torch.Tensor)]
+        self._plan_joints(spec, own, tensors, self._answers())
         if grad and any(joint.requires_grad for joint in self._joints):
-            self._keep_graphs()
+            self._released = (
+                False  # the workers keep their graphs until this call, and with it the user's graph, is gone
+            )
             joined: Sequence[torch.Tensor] = Join.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]  # torch's
         else:
             joined = self.join_outputs(tensors)
         self._outputs = []
+        if len(joined) == len(own):
+            return unflatten(spec, joined)
         found = iter(joined)
         return unflatten(spec, [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in own])
 
@@ -271,56 +287,65 @@ class _Call:
         team.settle()
         team.buffers.expect_training()
         kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
+        tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
+        others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
         seed = int(torch.randint(2**62, (), dtype=torch.int64))
         modes = Modes.here()
         for worker in self._workers:
-            shares = [split.share(index, worker.replica) for index in range(len(kinds))]
-            tensors = [share for share, is_tensor in zip(shares, kinds, strict=True) if is_tensor]
-            objects = [share for share, is_tensor in zip(shares, kinds, strict=True) if not is_tensor]
-            metas = tuple(map(meta_of, tensors))
+            replica = worker.replica
+            shares = [split.share(index, replica) for index in tensors]
+            metas = tuple(map(meta_of, shares))
             if not modes[0]:
                 metas = tuple(meta._replace(requires_grad=False) for meta in metas)
-            backlog = team.backlogs[worker.replica]
-            team.backlogs[worker.replica] = _Backlog()
-            indices = sorted(backlog.buffers)
-            buffers = team.buffers.values(indices)
-            buffer_metas = tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
-            updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
-            thawed = tuple(backlog.thawed.items())
-            fixed = (FORWARD, tuple(backlog.releases), self._token, seed, modes, updates, thawed, tuple(indices))
-            spec = (split.spec, kinds, metas, buffer_metas)
-            worker.outbox.write(Message(fixed, spec, objects), [*tensors, *buffers], [*metas, *buffer_metas])
+            backlog = team.backlogs[replica]
+            news: tuple[Any, ...] = ((), (), ())
+            if backlog.updates or backlog.thawed or backlog.buffers:
+                indices = tuple(sorted(backlog.buffers))
+                buffers = team.buffers.values(indices)
+                shares += buffers
+                metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
+                updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
+                news = (updates, tuple(backlog.thawed.items()), indices)
+            releases = tuple(backlog.releases)
+            form = worker.outbox.form((split.spec, kinds), metas)
+            objects = [split.share(index, replica) for index in others] if others else ()
+            worker.outbox.write((FORWARD, releases, self._token, seed, modes, *news), form, shares, objects)
+            backlog.clear(len(releases))
             worker.start()
 
-    @contextlib.contextmanager
-    def _collected_whatever_happens(self) -> Iterator[None]:
-        """If our own share fails, the workers' answers are taken out of the way."""
+    def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
+        """The module on share 0. If it fails, the workers' answers are taken out of the way."""
+        team = self._team
         try:
-            yield
+            with team.limit:
+                return self._run_module(grad)
         except Exception:
             for worker in self._workers:
-                self._team.answer(worker)
-            self._release_graphs(self._team.backlogs, self._token)
+                team.answer(worker)
+            self._release_graphs()
             raise
         except BaseException:
-            self._team.crew.end()
+            team.crew.end()
             raise
 
-    def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
+    def _run_module(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
         split, team = self._split, self._team
         shares = [
             Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)  # type: ignore[no-untyped-call]  # torch's
             for index, leaf in enumerate(split.leaves)
         ]
         args, kwargs = unflatten(split.spec, shares)
-        slots = [slot for slot in team.parameters.slots if slot.parameter.requires_grad] if grad else []
-        stand_ins: Sequence[Any] = (None,)
+        anchor: torch.Tensor | None = None
         if grad:
-            stand_ins = Parameters.apply(self, *(slot.parameter for slot in slots))  # type: ignore[no-untyped-call]  # torch's
-        with substituted(slots, stand_ins[:-1]):
+            slots = team.parameters.trainable
+            self._places, self._large = team.parameters.places, team.parameters.large
+            *stand_ins, anchor = Parameters.apply(self, *[slot.parameter for slot in slots])  # type: ignore[no-untyped-call]  # torch's
+            with substituted(slots, stand_ins):
+                outputs = team.module(*args, **kwargs)
+        else:
             outputs = team.module(*args, **kwargs)
         team.watch.absorb()
-        return stand_ins[-1], outputs
+        return anchor, outputs
 
     def _answers(self) -> list[Message]:
         answers = [self._team.answer(worker) for worker in self._workers]
@@ -330,28 +355,36 @@ class _Call:
     def _raise_failures(self, answers: Sequence[Message]) -> None:
         for worker, answer in zip(self._workers, answers, strict=True):
             if answer.fixed[0] in (FAILED, STALE):
-                self._release_graphs(self._team.backlogs, self._token)
+                self._release_graphs()
                 raise _error_of(worker, answer)
 
-    def _plan_joints(self, spec: Any, own: list[Any], answers: Sequence[Message]) -> None:
-        objects = [[leaf for leaf in own if not isinstance(leaf, torch.Tensor)], *(a.objects for a in answers)]
-        same_structure([spec, *(answer.spec[0] for answer in answers)], objects)
-        metas = [[meta_of(leaf) for leaf in own if isinstance(leaf, torch.Tensor)], *(a.spec[2] for a in answers)]
+    def _plan_joints(
+        self, spec: Any, own: list[Any], tensors: Sequence[torch.Tensor], answers: Sequence[Message]
+    ) -> None:
+        metas = tuple(map(meta_of, tensors))
         sizes = self._split.sizes
-        self._joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in zip(*metas, strict=True)]
-        self._outputs = [
-            worker.inbox.tensors(answer.spec[2]) for worker, answer in zip(self._workers, answers, strict=True)
-        ]
+        known = self._team.joints
+        key = (spec, metas, *sizes, *(answer.form for answer in answers))
+        joints = known.get(key)
+        if joints is None or len(tensors) < len(own):
+            objects = [[leaf for leaf in own if not isinstance(leaf, torch.Tensor)], *(a.objects for a in answers)]
+            same_structure([spec, *(answer.form.spec for answer in answers)], objects)
+            all_metas = zip(metas, *(answer.form.metas for answer in answers), strict=True)
+            joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in all_metas]
+            if len(known) >= _JOINTS_KEPT:
+                known.clear()
+            known[key] = joints
+        self._joints = joints
+        self._outputs = [worker.inbox.tensors(a.form) for worker, a in zip(self._workers, answers, strict=True)]
 
-    def _keep_graphs(self) -> None:
-        """The workers keep their graphs until this call, and with it the user's graph, is gone."""
-        self._released = False
-        weakref.finalize(self, _Call._release_graphs, self._team.backlogs, self._token).atexit = False
+    def _release_graphs(self) -> None:
+        self._released = True
+        for worker in self._workers:
+            self._team.backlogs[worker.replica].releases.append(self._token)
 
-    @staticmethod
-    def _release_graphs(backlogs: list[_Backlog], token: int) -> None:
-        for backlog in backlogs[1:]:
-            backlog.releases.append(token)
+    def __del__(self) -> None:
+        if not self._released:
+            self._release_graphs()
 
     def own_share(self, index: int) -> torch.Tensor:
         share: torch.Tensor = self._split.share(index, 0)
@@ -395,9 +428,10 @@ class _Call:
                 if (share := _share_of(joint, gradient, worker.replica)) is not None
             ]
             metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares)
-            fixed = (BACKWARD, tuple(backlog.releases), self._token, keep)
-            backlog.releases = []
-            worker.outbox.write(Message(fixed, (present, metas), []), shares, metas)
+            releases = tuple(backlog.releases)
+            form = worker.outbox.form((present,), metas)
+            worker.outbox.write((BACKWARD, releases, self._token, keep), form, shares)
+            del backlog.releases[: len(releases)]
             worker.start()
 
     def _limit_threads_until_the_end(self) -> None:
@@ -412,9 +446,12 @@ class _Call:
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def parameter_gradients(self, own: Gradients, needed: Sequence[bool]) -> Gradients:
+    def large_parameters(self) -> Sequence[int]:
+        return self._large
+
+    def parameter_gradients(self, own: Gradients, needed: Sequence[bool], mine: set[int]) -> Gradients:
         found = self._gradients()
-        return sum_gradients(own, [each.parameters for each in found], needed)
+        return sum_gradients(own, [each.parameters for each in found], needed, mine)
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted.index(index)
@@ -438,7 +475,10 @@ class _Call:
             self._pending = False
             answers = [self._team.answer(worker) for worker in self._workers]
             self._raise_failures(answers)
-            self._found = [_Found.read(worker, answer) for worker, answer in zip(self._workers, answers, strict=True)]
+            self._found = [
+                _Found.read(worker, answer, self._team.rooms[worker.replica - 1], self._places)
+                for worker, answer in zip(self._workers, answers, strict=True)
+            ]
         if self._found is None:
             raise GroupError("the gradients of this forward's replicas are gone: an earlier backward failed")
         return self._found
@@ -457,17 +497,17 @@ class _Found:
     inputs: list[torch.Tensor | None]
 
     @classmethod
-    def read(cls, worker: Worker, answer: Message) -> _Found:
-        kinds, metas, parameters = answer.spec
-        tensors = iter(worker.inbox.tensors(metas))
+    def read(cls, worker: Worker, answer: Message, room: GradientRoom, places: Sequence[int]) -> _Found:
+        kinds, parameters = answer.form.spec
+        sent = iter(worker.inbox.tensors(answer.form))
         found: list[torch.Tensor | None] = []
-        for kind in kinds:
+        for index, kind in enumerate(kinds):
             if kind == NOTHING:
                 found.append(None)
             elif kind == DENSE:
-                found.append(next(tensors))
+                found.append(room.places[places[index]] if index < parameters else next(sent))
             else:
-                indices, values = next(tensors).clone(), next(tensors).clone()
+                indices, values = next(sent).clone(), next(sent).clone()
                 found.append(torch.sparse_coo_tensor(indices, values, kind, is_coalesced=True, check_invariants=False))
         return cls(found[:parameters], found[parameters:])
 
@@ -486,12 +526,7 @@ def _join(joint: Joint, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         total = sum(tensor.to(wide) * weight for tensor, weight in zip(tensors, joint.weights, strict=True))
         assert isinstance(total, torch.Tensor)
         return total.to(joint.dtype)
-    first = meta_of(tensors[0])
-    order = torch.channels_last if first.channels_last else torch.contiguous_format
-    whole = torch.empty(joint.shape, dtype=joint.dtype, memory_format=order)
-    for (start, stop), tensor in zip(joint.ranges, tensors, strict=True):
-        whole.narrow(joint.dim, start, stop - start).copy_(tensor)
-    return whole
+    return torch.cat(tuple(tensors), joint.dim)
 
 
 def _share_of(joint: Joint, gradient: torch.Tensor | None, replica: int) -> torch.Tensor | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 
@@ -14,26 +15,39 @@ __all__ = ["sum_gradients"]
 _Gradients = Sequence[torch.Tensor | None]
 
 
-def sum_gradients(own: _Gradients, others: Sequence[_Gradients], needed: Sequence[bool]) -> list[torch.Tensor | None]:
+def sum_gradients(
+    own: _Gradients, others: Sequence[_Gradients], needed: Sequence[bool], mine: Collection[int] = ()
+) -> list[torch.Tensor | None]:
     """For each parameter, the sum of what this and the other replicas found; None where nobody found anything.
 
-    The results are new tensors: what the others found may lie in memory that is used again.
+    The results do not lie in the others' memory, which is used again. Where nobody else has our own term (`mine`),
+    it becomes the result.
     """
     results: list[torch.Tensor | None] = [None] * len(own)
-    pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for index, first in enumerate(own):
+    inside: list[int] = []
+    pairs: list[int] = []
+    for index, terms in enumerate(zip(own, *others, strict=True)):
         if not needed[index]:
             continue
-        terms = [term for term in (first, *(found[index] for found in others)) if term is not None]
-        if len(terms) == 2 and not terms[0].is_sparse and not terms[1].is_sparse:
-            pairs.append((index, terms[0], terms[1]))
-        elif terms:
-            results[index] = _sum(terms, is_own=len(terms) == 1 and first is not None)
-    if pairs:
-        sums = torch._foreach_add([one for _, one, _ in pairs], [other for _, _, other in pairs])
-        for (index, _, _), total in zip(pairs, sums, strict=True):
-            results[index] = total
+        if len(terms) == 2 and all(term is not None and not term.is_sparse for term in terms):
+            (inside if index in mine else pairs).append(index)
+        else:
+            found = [term for term in terms if term is not None]
+            if found:
+                results[index] = _sum(found, is_own=len(found) == 1 and terms[0] is not None)
+    for indices, add in ((pairs, torch._foreach_add), (inside, _add_inside)):
+        if indices:
+            first: list[Any] = [own[index] for index in indices]
+            second: list[Any] = [others[0][index] for index in indices]
+            for index, total in zip(indices, add(first, second), strict=True):
+                results[index] = total
     return results
+
+
+def _add_inside(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:
+    with torch.no_grad():
+        torch._foreach_add_(first, second)
+    return first
 
 
 def _sum(terms: list[torch.Tensor], is_own: bool) -> torch.Tensor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import random
 import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from torch import nn
 from paceline.dp import wire
 from paceline.dp.combine import TensorMeta
 from paceline.dp.crew import Link
-from paceline.dp.mailbox import Inbox, Message, Outbox, meta_of
-from paceline.dp.parameters import SharedParameters
+from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of
+from paceline.dp.parameters import GradientRoom, SharedParameters
 from paceline.dp.structure import flatten, unflatten
 from paceline.dp.watch import apply_updates
 
@@ -34,6 +35,9 @@ STALE = 2
 # Kinds of gradients.
 NOTHING = 0
 DENSE = 1
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 1 << 30  # glibc takes no more for the first
 
 
 @dataclasses.dataclass
@@ -59,19 +63,20 @@ class Modes:
             torch.are_deterministic_algorithms_enabled(),
         )
 
-    @contextlib.contextmanager
-    def entered(self) -> Any:
+    def entered(self) -> contextlib.AbstractContextManager[Any]:
         """The same settings in this process."""
         if torch.are_deterministic_algorithms_enabled() != self.deterministic:
             torch.use_deterministic_algorithms(self.deterministic)
-        dtype = getattr(torch, self.autocast_dtype)
-        with contextlib.ExitStack() as stack:
-            if self.inference:
-                stack.enter_context(torch.inference_mode())
-            if self.autocast:
-                stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=self.autocast_cache))
-            stack.enter_context(torch.set_grad_enabled(self.grad))
-            yield
+        if not self.inference and not self.autocast:
+            return torch.set_grad_enabled(self.grad)
+        stack = contextlib.ExitStack()
+        if self.inference:
+            stack.enter_context(torch.inference_mode())
+        if self.autocast:
+            dtype = getattr(torch, self.autocast_dtype)
+            stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=self.autocast_cache))
+        stack.enter_context(torch.set_grad_enabled(self.grad))
+        return stack
 
 
 @dataclasses.dataclass
@@ -80,12 +85,20 @@ class _Graph:
 
     outputs: Sequence[torch.Tensor]
     parameters: Sequence[torch.Tensor]
+    places: Sequence[torch.Tensor]  # for the parameters' gradients
     inputs: Sequence[torch.Tensor]
+
+
+class _Reply(NamedTuple):
+    form: Form
+    tensors: Sequence[torch.Tensor] = ()
+    objects: Sequence[Any] = ()
 
 
 def serve(
     module: nn.Module,
     parameters: SharedParameters,
+    room: GradientRoom,
     buffers: Sequence[tuple[dict[str, Any], str]],
     threads: int,
     replica: int,
@@ -94,11 +107,12 @@ def serve(
     main_pidfd: int,
 ) -> None:
     """Follow orders until the main process ends."""
-    worker = _Replica(module, parameters, buffers, replica)
+    _keep_freed_memory()
 
     def loop() -> None:
         torch.set_num_threads(threads)
         inbox, outbox = Inbox(main_pid, link.to_worker), Outbox(link.to_main)
+        worker = _Replica(module, parameters, room, buffers, replica, outbox)
         while link.go.wait(main_pidfd, link.spin_ns):
             _answer(worker, inbox, outbox)
             link.done.raise_()
@@ -115,14 +129,13 @@ def serve(
 
 def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> None:
     try:
-        order = inbox.read()
-        reply, tensors, metas = worker.follow(order, inbox)
-        outbox.write(reply, tensors, metas)
+        reply = worker.follow(inbox.read(), inbox)
+        outbox.write((DONE,), reply.form, reply.tensors, reply.objects)
     except wire.Unknown as unknown:
-        outbox.write(Message((STALE, str(unknown), b""), (), []), [], [])
+        outbox.write((STALE, str(unknown), b""), outbox.form((), ()))
     except BaseException as error:
         text = traceback.format_exc()
-        outbox.write(Message((FAILED, text, _pickled(error)), (), []), [], [])
+        outbox.write((FAILED, text, _pickled(error)), outbox.form((), ()))
         del error
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -144,69 +157,83 @@ class _Replica:
         self,
         module: nn.Module,
         parameters: SharedParameters,
+        room: GradientRoom,
         buffers: Sequence[tuple[dict[str, Any], str]],
         replica: int,
+        outbox: Outbox,
     ) -> None:
         self._module = module
         self._parts = list(module.modules())
         self._parameters = parameters.tensors
+        self._room = room
         self._buffers = buffers
         self._replica = replica
+        self._outbox = outbox
         self._graphs: dict[int, _Graph] = {}
+        self._wanted: list[torch.Tensor] = []
+        self._places: list[torch.Tensor] = []
+        self._choose_wanted()
         for parameter in self._parameters:
             parameter.grad = None
             # Hooks are for the sum over all replicas and run in the main process.
             for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
                 if hooks:
                     hooks.clear()
-        _seed_numpy(replica)
 
-    def follow(self, order: Message, inbox: Inbox) -> tuple[Message, list[torch.Tensor], list[TensorMeta]]:
+    def follow(self, order: Message, inbox: Inbox) -> _Reply:
         kind, releases = order.fixed[0], order.fixed[1]
         for token in releases:
             self._graphs.pop(token, None)
         return self._forward(order, inbox) if kind == FORWARD else self._backward(order, inbox)
 
-    def _forward(self, order: Message, inbox: Inbox) -> tuple[Message, list[torch.Tensor], list[TensorMeta]]:
+    def _forward(self, order: Message, inbox: Inbox) -> _Reply:
         _, _, token, seed, modes, updates, thawed, buffers = order.fixed
-        structure, kinds, metas, buffer_metas = order.spec
-        tensors = inbox.tensors((*metas, *buffer_metas))
-        self._take_over(updates, thawed, buffers, tensors[len(metas) :])
-        torch.default_generator.manual_seed(seed + self._replica)
-        random.seed(seed + self._replica)
-        modes = Modes(*modes)
-        with modes.entered():
-            given = [_own(tensor, meta) for tensor, meta in zip(tensors, metas, strict=False)]
-            objects, shares = iter(order.objects), iter(given)
-            args, kwargs = unflatten(structure, [next(shares) if is_tensor else next(objects) for is_tensor in kinds])
+        structure, kinds = order.form.spec
+        tensors = inbox.tensors(order.form)
+        metas = order.form.metas
+        shares = len(tensors) - len(buffers)
+        if updates or thawed or buffers:
+            self._take_over(updates, thawed, buffers, tensors[shares:])
+        seed_replica(seed, self._replica)
+        with Modes(*modes).entered():
+            given = [_own(tensors[index], metas[index]) for index in range(shares)]
+            leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
+            args, kwargs = unflatten(structure, leaves)
             outputs = self._module(*args, **kwargs)
-            del args, kwargs
+            del args, kwargs, leaves
         spec, leaves = flatten(outputs)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        inputs = [tensor for tensor in given if tensor.requires_grad]
-        if any(tensor.requires_grad for tensor in found):
-            wanted = [parameter for parameter in self._parameters if parameter.requires_grad]
-            self._graphs[token] = _Graph(found, wanted, inputs)
-        out_metas = tuple(meta_of(tensor) for tensor in found)
-        out_kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        return Message((DONE,), (spec, out_kinds, out_metas), others), found, list(out_metas)
+        out_metas = tuple(map(meta_of, found))
+        if any(meta.requires_grad for meta in out_metas):
+            inputs = [tensor for tensor in given if tensor.requires_grad]
+            self._graphs[token] = _Graph(found, self._wanted, self._places, inputs)
+        return _Reply(self._outbox.form(spec, out_metas), found, others)
 
     def _take_over(self, updates: Any, thawed: Any, buffers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         apply_updates(self._parts, updates)
         for index, requires_grad in thawed:
             self._parameters[index].requires_grad_(requires_grad)
+        if thawed:
+            self._choose_wanted()
         with torch.no_grad():
             for index, value in zip(buffers, values, strict=True):
                 holder, name = self._buffers[index]
                 holder[name] = value.clone()  # not in place: a graph may still use the old one
 
-    def _backward(self, order: Message, inbox: Inbox) -> tuple[Message, list[torch.Tensor], list[TensorMeta]]:
+    def _choose_wanted(self) -> None:
+        """New lists: graphs keep those of their forward."""
+        pairs = zip(self._parameters, self._room.places, strict=True)
+        found = [(parameter, place) for parameter, place in pairs if parameter.requires_grad]
+        self._wanted = [parameter for parameter, _ in found]
+        self._places = [place for _, place in found]
+
+    def _backward(self, order: Message, inbox: Inbox) -> _Reply:
         _, _, token, keep = order.fixed
-        present, metas = order.spec
+        (present,) = order.form.spec
         graph = self._graphs[token] if keep else self._graphs.pop(token)
         asked = [output for output, there in zip(graph.outputs, present, strict=True) if there]
-        given = zip(asked, inbox.tensors(metas), strict=True)
+        given = zip(asked, inbox.tensors(order.form), strict=True)
         pairs = [(output, gradient) for output, gradient in given if output.requires_grad]
         wanted = [*graph.parameters, *graph.inputs]
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
@@ -218,26 +245,39 @@ class _Replica:
                 retain_graph=keep,
                 allow_unused=True,
             )
-        return _gradients(found, len(graph.parameters))
+        return self._gradients(graph, found)
+
+    def _gradients(self, graph: _Graph, found: Sequence[torch.Tensor | None]) -> _Reply:
+        """Dense gradients of parameters into their places, the others into the message."""
+        count = len(graph.parameters)
+        kinds: list[Any] = []  # a sparse gradient is told by its shape
+        dense: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        sent: list[torch.Tensor] = []
+        for index, gradient in enumerate(found):
+            if gradient is None:
+                kinds.append(NOTHING)
+            elif gradient.is_sparse:
+                kinds.append(tuple(gradient.shape))
+                together = gradient.coalesce()
+                sent += [together.indices(), together.values()]
+            else:
+                kinds.append(DENSE)
+                if index < count:
+                    dense.append(gradient)
+                    places.append(graph.places[index])
+                else:
+                    sent.append(gradient)
+        if dense:
+            with torch.no_grad():
+                torch._foreach_copy_(places, dense)
+        metas = tuple(TensorMeta(tensor.dtype, tuple(tensor.shape)) for tensor in sent)
+        return _Reply(self._outbox.form((tuple(kinds), count), metas), sent)
 
 
-def _gradients(
-    found: Sequence[torch.Tensor | None], parameters: int
-) -> tuple[Message, list[torch.Tensor], list[TensorMeta]]:
-    kinds: list[Any] = []  # a sparse gradient is told by its shape
-    tensors: list[torch.Tensor] = []
-    for gradient in found:
-        if gradient is None:
-            kinds.append(NOTHING)
-        elif gradient.is_sparse:
-            kinds.append(tuple(gradient.shape))
-            together = gradient.coalesce()
-            tensors += [together.indices(), together.values()]
-        else:
-            kinds.append(DENSE)
-            tensors.append(gradient)
-    metas = tuple(TensorMeta(tensor.dtype, tuple(tensor.shape)) for tensor in tensors)
-    return Message((DONE,), (tuple(kinds), metas, parameters), []), tensors, list(metas)
+def _interleaved(kinds: Sequence[bool], tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> list[Any]:
+    shares, others = iter(tensors), iter(objects)
+    return [next(shares) if is_tensor else next(others) for is_tensor in kinds]
 
 
 def _own(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
@@ -246,9 +286,18 @@ def _own(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     return copy.requires_grad_() if meta.requires_grad else copy
 
 
-def _seed_numpy(replica: int) -> None:
-    """Once: forked workers would all draw the same numbers. What torch draws is seeded at each forward."""
+def seed_replica(seed: int, replica: int) -> None:
+    """All generators that a module may draw from, so that replicas differ and a run can be repeated."""
+    torch.default_generator.manual_seed(seed + replica)
+    random.seed(seed + replica)
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        state = numpy.random.get_state()[1]
-        numpy.random.seed((int(state[0]) + replica) % 2**32)
+        numpy.random.seed((seed + replica) % 2**32)
+
+
+def _keep_freed_memory() -> None:
+    """Let the allocator keep what is freed: gradients of the next step go there without faulting in new pages."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+        mallopt = ctypes.CDLL(None).mallopt
+        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)

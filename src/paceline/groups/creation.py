@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -32,10 +33,18 @@ def create_group(options: Any, backend_options: Any) -> Any:
 
 
 def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    places = exchange(store, "host", rank, range(size), _place(), timeout)
-    if _NO_CORE in places.values():
+    mine = _place()
+
+    def pid_in(value: str) -> int | None:
+        place, pid = value.split()
+        return int(pid) if place == mine else None
+
+    told = exchange(store, "host", rank, range(size), f"{mine} {os.getpid()}", timeout, pid_in=pid_in)
+    places = [told[r].split()[0] for r in range(size)]
+    if _NO_CORE in places:
         return _gloo(store, rank, size, timeout)
-    engine = _engine(store, rank, [places[r] for r in range(size)], timeout)
+    pids = {r: int(told[r].split()[1]) for r in range(size)}
+    engine = _engine(store, rank, places, pids, timeout)
     split = functools.partial(_join_split, store, rank)
     return PacelineGroup(store, rank, size, engine, timeout, split)
 
@@ -48,10 +57,10 @@ def _place() -> str:
     return host_identity() if native_status().available else _NO_CORE
 
 
-def _engine(store: Any, rank: int, places: list[str], timeout: timedelta) -> Engine:
+def _engine(store: Any, rank: int, places: list[str], pids: dict[int, int], timeout: timedelta) -> Engine:
     hosts = list(dict.fromkeys(places))
     local = [r for r, place in enumerate(places) if place == places[rank]]
-    comm = Communicator.join(PrefixStore(f"{hosts.index(places[rank])}/", store), rank, local, timeout)
+    comm = Communicator.join(PrefixStore(f"{hosts.index(places[rank])}/", store), rank, local, timeout, pids=pids)
     if len(hosts) == 1:
         return HostEngine(comm)
     from paceline.groups.hosts import ManyHostsEngine

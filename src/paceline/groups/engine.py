@@ -179,11 +179,7 @@ class HostEngine:
 
     # --- reductions --------------------------------------------------------------------------------
     def allreduce(self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
-        if wait:
-            dtype = core_dtype(tensor)
-            self.comm.allreduce(tensor.data_ptr(), tensor.numel(), dtype, op.code, op.scalar, timeout_ns)
-            return None
-        return self._start(_reduction(Kind.ALLREDUCE, tensor, op, timeout_ns), tensor)
+        return self._run_or_start(_reduction(Kind.ALLREDUCE, tensor, op, timeout_ns), tensor, wait)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int) -> Ticket | None:
         request = _reduction(Kind.REDUCE, tensor, op, timeout_ns)

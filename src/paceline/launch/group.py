@@ -18,6 +18,8 @@ from paceline.launch.backend import Choice, accelerator_backend, choose_backend
 from paceline.launch.environment import RankEnv, find_rank_env
 from paceline.launch.rendezvous import Placement, open_store, place
 from paceline.observe import session
+from paceline.observe.calls import joining
+from paceline.observe.variables import RUN_ID
 from paceline.shm import native_status
 
 if TYPE_CHECKING:
@@ -84,37 +86,38 @@ def init_process_group(
         options["timeout"] = timeout
     if init_method is not None or store is not None:
         dist.init_process_group(choice.backend, init_method, world_size=world_size, rank=rank, store=store, **options)
-        _be_observed(None, timeout)
+        _be_observed(timeout)
         atexit.register(_leave_quietly)
         return
 
     env = _given(find_rank_env(os.environ), world_size, rank)
     limit_s = _join_timeout(timeout)
     meeting = open_store(env, os.environ, limit_s)
-    place_here, group_store = place(env, meeting, _Joined.generation, limit_s)
+    with joining():
+        place_here, group_store = place(env, meeting, _Joined.generation, limit_s)
     _Joined.generation += 1
     _use_threads(place_here, threads)
     _use_device(place_here)
     dist.init_process_group(choice.backend, store=group_store, rank=env.rank, world_size=env.world_size, **options)
     _Joined.placement, _Joined.store, _Joined.serves_store = place_here, group_store, meeting.served_here
-    _be_observed(place_here.local_rank, timeout)
+    _be_observed(timeout)
     atexit.register(_leave_quietly)
     if env.rank == 0 and not quiet and os.environ.get("PACELINE_QUIET") != "1":
         sys.stderr.write(_summary(place_here, choice) + "\n")
 
 
-def _be_observed(local_rank: int | None, timeout: datetime.timedelta | None) -> None:
+def _be_observed(timeout: datetime.timedelta | None) -> None:
     """Show what this rank does. The job's name is the launcher's, or one that the ranks agree on in their store."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
     rank, world = dist.get_rank(), dist.get_world_size()
-    job = os.environ.get(session.RUN_ID)
+    job = os.environ.get(RUN_ID)
     if job is None:
         key, name = "paceline/job", uuid.uuid4().hex
         job = _get_default_store().compare_set(key, "", name).decode() if world > 1 else name
     limit = timeout or default_pg_timeout
-    session.joined(rank, world, rank if local_rank is None else local_rank, job=job, timeout_s=limit.total_seconds())
+    session.joined(rank, world, job=job, timeout_s=limit.total_seconds())
 
 
 def _given(env: RankEnv, world_size: int, rank: int) -> RankEnv:

@@ -18,7 +18,12 @@ __all__ = [
     "Placed",
     "Unable",
     "exit_code_for_shell",
+    "PRELOAD",
 ]
+
+# What nearly every training script imports: the first optimizer a process makes imports torch._dynamo, which costs as
+# much as torch itself.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,14 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError, describe_exit
-from paceline.launch.job import Function, Report
+from paceline.launch.job import PRELOAD, Function, Report
 from paceline.launch.output import Output
 from paceline.launch.ranks import count_ranks, threads_for
 from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
-from paceline.launch.zygote import PRELOAD
-from paceline.observe import session
-from paceline.observe.status import SCRIPT, script_name
-from paceline.observe.watch import STALL_AFTER, stall_after_s
+from paceline.observe.status import script_name
+from paceline.observe.variables import RUN_ID, SCRIPT, STALL_AFTER, stall_after_s
 
 __all__ = ["spawn"]
 
@@ -56,7 +54,7 @@ def spawn(
         path=tuple(sys.path),
         preload=tuple(preload),
         environ={
-            session.RUN_ID: uuid.uuid4().hex,
+            RUN_ID: uuid.uuid4().hex,
             SCRIPT: script_name(),
             **(env or {}),
             "PACELINE_SPAWNED": "1",

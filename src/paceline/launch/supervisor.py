@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paceline.launch.job import (
     Function,
@@ -36,10 +36,12 @@ from paceline.launch.job import (
 )
 from paceline.launch.output import Output
 from paceline.launch.processes import end_descendants
-from paceline.observe.session import WATCHED
-from paceline.observe.status import StatusPage
-from paceline.observe.verdict import RankView
-from paceline.observe.watch import StallWatch, look_at_processes
+from paceline.observe.variables import WATCHED
+
+if TYPE_CHECKING:
+    from paceline.observe.status import StatusPage
+    from paceline.observe.verdict import RankView
+    from paceline.observe.watch import StallWatch
 
 __all__ = ["Plan", "Failure", "Ending", "Supervisor"]
 
@@ -131,7 +133,6 @@ class Supervisor:
         self._zygote: subprocess.Popen[bytes] | None = None
         self._placed = Placed(0, plan.ranks)
         self._pages: dict[int, StatusPage] = {}  # as they were last seen
-        self._watch_thread = StallWatch(self._look, self._tell_stall, plan.stall_after_s)
 
     def ask_to_stop(self, number: int) -> None:
         """Pass a signal on to the ranks and see that they end. A second Ctrl-C does not wait any longer."""
@@ -141,19 +142,30 @@ class Supervisor:
 
     def run(self) -> Ending:
         began = time.monotonic()
+        watch: StallWatch | None = None
         try:
             self._start()
-            self._watch_thread.start()
+            watch = self._start_watch()
             self._loop()
         finally:
-            self._watch_thread.stop()
+            if watch is not None:
+                watch.stop()
             self._clean_up()
         ending = self._ending()
         ending.seconds = time.monotonic() - began
         return ending
 
+    def _start_watch(self) -> StallWatch:
+        from paceline.observe.watch import StallWatch  # now that the fork server loads torch, there is time for it
+
+        watch = StallWatch(self._look, self._tell_stall, self._plan.stall_after_s)
+        watch.start()
+        return watch
+
     def _look(self) -> list[RankView]:
         """What the stall watch sees; runs in its thread."""
+        from paceline.observe.watch import look_at_processes
+
         first = self._placed.first_rank
         pids = {first + rank.index: rank.pid for rank in self._ranks if rank.pid is not None}
         ended = {first + rank.index: rank.end.exitcode for rank in self._ranks if rank.end is not None}

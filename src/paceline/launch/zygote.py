@@ -32,11 +32,8 @@ from paceline.launch import entry
 from paceline.launch.job import Job, Meeting, Placed, RankEnd, Signal, Started, Unable
 from paceline.launch.processes import adopt_orphans, die_with_parent, end_descendants, outlive_parent
 
-__all__ = ["main", "PRELOAD"]
+__all__ = ["main"]
 
-# What nearly every training script imports: the first optimizer a process makes imports torch._dynamo, which costs as
-# much as torch itself.
-PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
 _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5

@@ -7,16 +7,17 @@ C++ makes by itself (the reducer of torch's own DistributedDataParallel) do not 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from paceline.observe.recorder import group_number, recorder
-from paceline.observe.status import Place, Word
+from paceline.observe.status import Phase, Place, Word
 
-__all__ = ["CallNotes"]
+__all__ = ["CallNotes", "joining"]
 
 # Method of a group -> the name under which users know the call.
 _METHODS = {
@@ -48,13 +49,25 @@ _METHODS = {
 }
 # Two ranks meet in these, not the group: their numbers differ from rank to rank.
 _MESSAGES = {"send", "recv", "recv_anysource"}
-_CALLS = int(Word.CALLS)
+_CALLS, _TIMEOUT, _SAME_KIND = int(Word.CALLS), int(Word.TIMEOUT), int(Word.SAME_KIND)
+_JOIN = Place("init_process_group").packed()
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """This process waits for the others to come to the default group."""
+    recorder.enter(_JOIN, 0)
+    try:
+        yield
+    finally:
+        # No meeting: who started late says nothing about who is slow.
+        recorder.leave(met=False, then=int(Phase.OTHER))
 
 
 class _GroupFacts:
-    """One group: its name, its ranks, how many calls were made on it."""
+    """One group: its name, its ranks, when it gives up, how many calls were made on it."""
 
-    __slots__ = ("made", "members", "messages", "name", "number", "places")
+    __slots__ = ("kinds", "made", "members", "name", "number", "places", "timeout_ns")
 
     def __init__(self, group: Any) -> None:
         import torch.distributed as dist
@@ -70,8 +83,10 @@ class _GroupFacts:
         self.name = "the default group" if group is dist.group.WORLD else f"group {name or '?'}"
         self.number = group_number(name)
         self.members = members
-        self.made = self.messages = 0
+        self.made = 0
+        self.kinds = dict.fromkeys(_METHODS, 0)
         self.places: dict[str, Place] = {}
+        self.timeout_ns = _timeout_ns(group)
 
     def place(self, method: str) -> Place:
         found = self.places.get(method)
@@ -82,13 +97,24 @@ class _GroupFacts:
         return found
 
 
+def _timeout_ns(group: Any) -> int:
+    """After which one of its backends gives a call up; 0 if none says so."""
+    found = []
+    with contextlib.suppress(AttributeError, RuntimeError):  # a group that was made by hand
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if (limit := getattr(options, "_timeout", None)) is not None:
+                found.append(int(limit.total_seconds() * 1e9))
+    return min(found, default=0)
+
+
 class CallNotes:
     """Installed while this process is observed."""
 
     def __init__(self) -> None:
         self._groups: weakref.WeakKeyDictionary[Any, _GroupFacts] = weakref.WeakKeyDictionary()
         self._under_way: weakref.WeakKeyDictionary[Any, tuple[Place, int]] = weakref.WeakKeyDictionary()
-        self._replaced: list[tuple[type, str, Any]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
         self._thread = recorder.thread
         self._done: type = type(None)  # our own work that is over when the call returns
 
@@ -108,6 +134,8 @@ class CallNotes:
                     self._replace(kind, method, self._noted(method, vars(kind)[method]))
         for work in (Work, PendingWork):
             self._replace(work, "wait", self._noted_wait(vars(work)["wait"]))
+        for module in (dist, dist.distributed_c10d):
+            self._replace(module, "init_process_group", self._noted_join(vars(module)["init_process_group"]))
 
     def remove(self) -> None:
         """Leave the classes as they were."""
@@ -115,9 +143,9 @@ class CallNotes:
             setattr(kind, name, original)
         self._replaced.clear()
 
-    def _replace(self, kind: type, name: str, replacement: Any) -> None:
-        self._replaced.append((kind, name, vars(kind)[name]))
-        setattr(kind, name, replacement)
+    def _replace(self, owner: Any, name: str, replacement: Any) -> None:
+        self._replaced.append((owner, name, vars(owner)[name]))
+        setattr(owner, name, replacement)
 
     def _facts(self, group: Any) -> _GroupFacts:
         found = self._groups.get(group)
@@ -131,7 +159,10 @@ class CallNotes:
                 return original(group, *args, **kwargs)
             facts = self._facts(group)
             facts.made += 1
-            recorder.page.words[_CALLS] += 1
+            words = recorder.page.words
+            words[_CALLS] += 1
+            words[_TIMEOUT] = facts.timeout_ns
+            facts.kinds[method] = words[_SAME_KIND] = facts.kinds[method] + 1
             place, number = facts.place(method), facts.made
             recorder.enter(place, number)
             met = True
@@ -146,6 +177,14 @@ class CallNotes:
                 recorder.leave(met=met)
 
         return functools.update_wrapper(noted, original, assigned=("__name__", "__doc__"), updated=())
+
+    def _noted_join(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def join(*args: Any, **kwargs: Any) -> Any:
+            with joining():
+                return original(*args, **kwargs)
+
+        return join
 
     def _noted_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:

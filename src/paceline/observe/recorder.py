@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import struct
 import threading
 import time
 import zlib
@@ -21,7 +22,6 @@ __all__ = ["Recorder", "group_number", "recorder"]
 
 # Plain numbers: looking a name up in an enumeration costs more than the write itself.
 _SEQUENCE, _PHASE, _PHASE_SINCE = int(Word.SEQUENCE), int(Word.PHASE), int(Word.PHASE_SINCE)
-_CALL_SINCE, _CALL_GROUP, _CALL_NUMBER = int(Word.CALL_SINCE), int(Word.CALL_GROUP), int(Word.CALL_NUMBER)
 _CALL_BUCKET, _SYNCS = int(Word.CALL_BUCKET), int(Word.SYNCS)
 _FORWARDS, _MOVED_ON = int(Word.FORWARDS), int(Word.MOVED_ON)
 _SYNCHRONISE = int(Phase.SYNCHRONISE)
@@ -30,6 +30,11 @@ _SHORTEST_SPAN_NS = 1000
 _FOLLOWS_BACKWARD = [phase in (Phase.LOADER, Phase.FORWARD, Phase.OPTIMIZER) for phase in PHASES]
 _COUNTS = {Phase.BACKWARD: int(Word.BACKWARDS), Phase.OPTIMIZER: int(Word.OPTIMIZER_STEPS)}
 _COUNTED = [_COUNTS.get(phase, 0) for phase in PHASES]
+_NOTHING_SPENT = [0] * len(PHASES)
+# Neighbours on the page, written at once: PHASE, PHASE_SINCE, CALL_SINCE, CALL_GROUP, CALL_NUMBER, CALL_BUCKET.
+_AT_PHASE = _PHASE * 8
+_write_call = struct.Struct("<6q").pack_into
+_write_no_call = struct.Struct("<3q").pack_into
 _clock = time.monotonic_ns
 
 
@@ -43,23 +48,24 @@ class Recorder:
 
     def __init__(self) -> None:
         self.page = PageMemory()
+        self._words = self.page.words  # the page's own: one look-up less in every note
         self.trace: TraceWriter | None = None
         self.job = ""
         self._phase = int(Phase.STARTING)
         self._since = _clock()
-        self._spent = [0] * len(PHASES)
+        self._spent = _NOTHING_SPENT.copy()
         self._depth = 0
         self._sequence = 0  # on the page: odd while it is being written
         self._arrived = 0
         self._group = self._number = 0
-        self.page.words[_PHASE], self.page.words[_PHASE_SINCE] = self._phase, self._since
+        self._words[_PHASE], self._words[_PHASE_SINCE] = self._phase, self._since
 
     # -- phases ----------------------------------------------------------------------------------------------------
 
     def phase(self, phase: int, *, again: bool = False) -> None:
         """From now on this rank is in another phase; `again` if it goes back to one it had begun before."""
         now = _clock()
-        words = self.page.words
+        words = self._words
         if not again:
             if _FOLLOWS_BACKWARD[phase]:
                 # Forwards that have no backward by now have been skipped.
@@ -70,12 +76,11 @@ class Recorder:
         self._spent[self._phase] += now - self._since
         if self.trace is not None:
             self._trace_span(now)
-        self._phase, self._since = phase, now
-        self._sequence = sequence = self._sequence + 2
-        words[_SEQUENCE] = sequence - 1
-        words[_PHASE] = phase
+        self._phase = phase
+        self._since = now
+        # Without the sequence number: who reads between the two sees a phase that has just begun.
         words[_PHASE_SINCE] = now
-        words[_SEQUENCE] = sequence
+        words[_PHASE] = phase
 
     def _close_span(self, now: int) -> None:
         self._spent[self._phase] += now - self._since
@@ -84,7 +89,7 @@ class Recorder:
 
     def _trace_span(self, now: int) -> None:
         if self.trace is not None and now - self._since > _SHORTEST_SPAN_NS:
-            self.trace.add(self._phase, self._since, now, self.page.words[_SYNCS])
+            self.trace.add(self._phase, self._since, now, self._words[_SYNCS])
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
@@ -98,7 +103,7 @@ class Recorder:
 
     def count(self, word: int) -> None:
         """One more of something."""
-        self.page.words[word] += 1
+        self._words[word] += 1
 
     @property
     def current(self) -> int:
@@ -114,22 +119,18 @@ class Recorder:
         now = _clock()
         self._close_span(now)
         self._arrived = self._since = now
-        self._group, self._number = place.number, number
-        words = self.page.words
+        self._group = group = place.number
+        self._number = number
+        page, words = self.page, self._words
         self._sequence = sequence = self._sequence + 2
         words[_SEQUENCE] = sequence - 1
-        self.page.put_call(place.text)
-        words[_CALL_GROUP] = place.number
-        words[_CALL_NUMBER] = number
-        words[_CALL_BUCKET] = bucket
-        words[_CALL_SINCE] = now
-        words[_PHASE] = _SYNCHRONISE
-        words[_PHASE_SINCE] = now
+        page.put_call(place.text)
+        _write_call(page.memory, _AT_PHASE, _SYNCHRONISE, now, now, group, number, bucket)
         words[_SEQUENCE] = sequence
 
     def at_bucket(self, place: Place, bucket: int) -> None:
         """Inside a wait: it is this bucket's now."""
-        words = self.page.words
+        words = self._words
         self._sequence = sequence = self._sequence + 2
         words[_SEQUENCE] = sequence - 1
         self.page.put_call(place.text)
@@ -145,18 +146,16 @@ class Recorder:
         if self._depth > 0:
             return
         now = _clock()
-        words = self.page.words
-        self._sequence = sequence = self._sequence + 2
-        words[_SEQUENCE] = sequence - 1
-        words[_CALL_SINCE] = 0
+        page, words = self.page, self._words
         if then is not None:
             self._phase = then
-        words[_PHASE] = self._phase
-        words[_PHASE_SINCE] = now
+        self._sequence = sequence = self._sequence + 2
+        words[_SEQUENCE] = sequence - 1
+        _write_no_call(page.memory, _AT_PHASE, self._phase, now, 0)
         if met:
-            self._spent[_SYNCHRONISE] += now - self._arrived
-            self.page.put_meeting(self._group, self._number, self._arrived, now, self._spent)
-            self._spent = [0] * len(PHASES)
+            spent, self._spent = self._spent, _NOTHING_SPENT.copy()
+            spent[_SYNCHRONISE] += now - self._arrived
+            page.put_meeting(self._group, self._number, self._arrived, now, spent)
         words[_SEQUENCE] = sequence
         if met and self.trace is not None:
             self.trace.add(_MEETING, self._arrived, now, words[_SYNCS], self._group, self._number)
@@ -175,11 +174,11 @@ class Recorder:
 
     def bucket_filled(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
         if self.trace is not None:
-            self.trace.add(_FILL, start_ns, end_ns, self.page.words[_SYNCS], bucket, reducer)
+            self.trace.add(_FILL, start_ns, end_ns, self._words[_SYNCS], bucket, reducer)
 
     def bucket_averaged(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
         if self.trace is not None:
-            self.trace.add(_FLIGHT, start_ns, end_ns, self.page.words[_SYNCS], bucket, reducer)
+            self.trace.add(_FLIGHT, start_ns, end_ns, self._words[_SYNCS], bucket, reducer)
 
     def buckets_planned(self, reducer: int, names: Sequence[str], sizes: Sequence[int]) -> None:
         """How the buckets of a model are called from now on."""
@@ -190,7 +189,7 @@ class Recorder:
     def scalars(self, loss: float, samples: int) -> None:
         """What the script knows about the step it has just made."""
         if self.trace is not None:
-            self.trace.scalars(self.page.words[_SYNCS], loss, samples)
+            self.trace.scalars(self._words[_SYNCS], loss, samples)
 
     # -- the page --------------------------------------------------------------------------------------------------
 
@@ -203,15 +202,17 @@ class Recorder:
         """Let others of this user see what this process does, and ask for its stacks."""
         if not self.shared:
             self.page.share()
-            self.page.words[Word.STACKS_FD] = stacks.register()
+            self._words = self.page.words
+            self._words[Word.STACKS_FD] = stacks.register()
         self.job = job
         self.page.identify(job=job, script=script_name(), rank=rank, world=world)
-        self._sequence = self.page.words[_SEQUENCE]
+        self._sequence = self._words[_SEQUENCE]
 
     def close_page(self) -> None:
         """Nobody sees it any more. Notes go on in private."""
         if self.shared:
             self.page.unshare()
+            self._words = self.page.words
             stacks.unregister()
 
     # -- the trace -------------------------------------------------------------------------------------------------
@@ -233,12 +234,13 @@ class Recorder:
         if self.shared:
             descriptor = self.page.descriptor
             self.page.forget()
+            self._words = self.page.words
             os.close(descriptor)
         self.trace = None
         self._depth = 0
         self._since = _clock()
-        self._spent = [0] * len(PHASES)
-        self._sequence = self.page.words[_SEQUENCE]
+        self._spent = _NOTHING_SPENT.copy()
+        self._sequence = self._words[_SEQUENCE]
 
     @property
     def thread(self) -> int:

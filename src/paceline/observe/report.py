@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import itertools
 import json
 import math
@@ -47,6 +46,7 @@ def _data(timeline: Timeline) -> dict[str, Any]:
     used = {Phase(span.kind) for spans in timeline.spans.values() for span in spans if span.kind < Kind.BUCKET_FILL}
     return {
         "facts": _facts(timeline),
+        "script": timeline.traces[0].names.get("script", ""),
         "words": timeline.words(),
         "tiles": _tiles(timeline),
         "phases": [phase.name.lower() for phase in PHASES],
@@ -72,30 +72,30 @@ def _facts(timeline: Timeline) -> str:
     hosts = sorted({trace.host for trace in timeline.traces})
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts"
     missing = "" if len(timeline.ranks) == first.world else f" of {first.world}"
-    return f"{first.names.get('script', '')}  {len(timeline.ranks)}{missing} ranks on {where}"
+    ranks = f"{len(timeline.ranks)}{missing} rank{'' if first.world == 1 else 's'}"
+    return f"{first.names.get('script', '')}  {ranks} on {where}"
 
 
 def _tiles(timeline: Timeline) -> list[tuple[str, str]]:
     hidden, exposed = timeline.communication()
     spent = [timeline.phase_ns(rank) for rank in timeline.ranks]
     whole = sum(sum(one.values()) for one in spent) or 1
-    tiles = [(f"{timeline.steps:,}", "synchronised steps")]
+    alone = timeline.traces[0].world == 1
+    tiles = [(f"{timeline.steps:,}", "steps" if alone else "synchronised steps")]
     if (step := _median_step_ns(timeline)) is not None:
         tiles.append((f"{step / 1e6:.2f} ms", "median step"))
     points, _ = _throughput(timeline)
     if points:
         tiles.append((f"{statistics.median(value for _, value in points):,.0f}", "samples per second"))
-    tiles.append((f"{exposed / whole:.1%}", "of the time waiting for others"))
+    if not alone:
+        tiles.append((f"{exposed / whole:.1%}", "of the time waiting for others"))
     if hidden + exposed:
         tiles.append((f"{hidden / (hidden + exposed):.0%}", "of communication hidden"))
     return tiles
 
 
 def _median_step_ns(timeline: Timeline) -> float | None:
-    ends = sorted(
-        {span.step: span.end_ns for span in timeline.spans[timeline.ranks[0]] if span.kind == Kind.MEETING}.values()
-    )
-    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    gaps = [after - before for before, after in itertools.pairwise(timeline.step_ends_ns(timeline.ranks[0]))]
     return statistics.median(gaps) if gaps else None
 
 
@@ -184,12 +184,8 @@ def _throughput(timeline: Timeline) -> tuple[list[tuple[int, float]], str]:
             for before, after in itertools.pairwise(points)
         ]
         return _thinned(rates), ""
-    ends = collections.OrderedDict[int, int]()
-    for span in timeline.spans[timeline.ranks[0]]:
-        if span.kind == Kind.MEETING:
-            ends[span.step] = span.end_ns
-    times = list(ends.values())
-    steps = [(b, 1e9 / max(1, b - a)) for a, b in itertools.pairwise(times)]
+    ends = timeline.step_ends_ns(timeline.ranks[0])
+    steps = [(b, 1e9 / max(1, b - a)) for a, b in itertools.pairwise(ends)]
     return _thinned(steps), "Steps per second: the script told no samples."
 
 

@@ -4,28 +4,30 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.observe import watch
 from paceline.observe.calls import CallNotes
 from paceline.observe.recorder import recorder
 from paceline.observe.status import Phase, Word
+from paceline.observe.variables import RUN_ID, STALL_AFTER, TRACE, WATCHED, stall_after_s
 
-__all__ = ["RUN_ID", "TRACE", "WATCHED", "begin", "end", "joined", "paused", "trace"]
+if TYPE_CHECKING:
+    from paceline.observe.peers import Peers
+    from paceline.observe.verdict import Verdict
+    from paceline.observe.watch import StallWatch
 
-RUN_ID = "PACELINE_RUN_ID"
-TRACE = "PACELINE_TRACE"
-WATCHED = "PACELINE_WATCHED"  # a launcher watches: no rank needs to
+__all__ = ["begin", "end", "joined", "paused", "trace"]
 
 
 class _Session:
     """What this process has set up: process-wide, as torch's default group is."""
 
     notes: CallNotes | None = None
-    stall_watch: watch.StallWatch | None = None
+    stall_watch: StallWatch | None = None
     handles: tuple[Any, ...] = ()
 
 
@@ -47,15 +49,30 @@ def _note_calls() -> None:
         _Session.handles = _note_optimizers()
 
 
-def joined(rank: int, world: int, local_rank: int | None, *, job: str, timeout_s: float) -> None:
-    """The default group is there: note its calls, and watch for stalls if nobody else does."""
+def joined(rank: int, world: int, *, job: str, timeout_s: float) -> None:
+    """The default group is there: note its calls, and watch for stalls if no launcher does."""
     begin(rank, world, job=job)
     recorder.page.words[Word.TIMEOUT] = int(timeout_s * 1e9)
     recorder.phase(Phase.OTHER)
-    limit = watch.stall_after_s(os.environ.get(watch.STALL_AFTER))
-    if local_rank == 0 and world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
-        _Session.stall_watch = watch.StallWatch(lambda: watch.look(job), _say, limit)
-        _Session.stall_watch.start()
+    limit = stall_after_s(os.environ.get(STALL_AFTER))
+    if world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
+        _Session.stall_watch = _watch_others(rank, limit)
+
+
+def _watch_others(rank: int, limit_s: float) -> StallWatch:
+    from paceline.observe.peers import Peers  # ranks of a launcher do without: it does this for them
+    from paceline.observe.watch import StallWatch
+
+    peers = Peers()
+    watch = StallWatch(peers.views, _say, limit_s, lambda: _is_on_duty(peers, rank), _mark)
+    watch.start()
+    return watch
+
+
+def _is_on_duty(peers: Peers, rank: int) -> bool:
+    """The first rank of a host that can: one that is stopped, or stuck with Python's lock held, cannot tell."""
+    recorder.page.words[Word.WATCHED_AT] = time.monotonic_ns()
+    return peers.nobody_watches_before(rank)
 
 
 def end() -> None:
@@ -71,6 +88,11 @@ def end() -> None:
     _Session.handles = ()
     recorder.stop_trace()
     recorder.close_page()
+
+
+def _mark(verdict: Verdict) -> None:
+    """A rank that takes the watch over again shall not repeat what was told meanwhile."""
+    recorder.page.words[Word.TOLD] = verdict.waiting[0][1]
 
 
 @contextmanager

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Iterator
 
+from paceline.observe.variables import SCRIPT
+
 __all__ = [
     "NO_BUCKET",
     "PHASES",
-    "SCRIPT",
     "Call",
     "Meeting",
     "PageMemory",
@@ -44,7 +45,6 @@ _MEETINGS_AT, _MEETINGS = 4096, 96
 _MEETING_WORDS = 16
 _READ_ATTEMPTS = 200
 NO_BUCKET = -1
-SCRIPT = "PACELINE_SCRIPT"
 
 
 class Phase(enum.IntEnum):
@@ -107,6 +107,9 @@ class Word(enum.IntEnum):
     STACKS_FD = 21
     MEETINGS = 22  # recorded so far
     MOVED_ON = 23  # forwards made when this rank last went on to something that follows a backward
+    WATCHED_AT = 24  # when this rank last looked after the others, 0: it does not
+    SAME_KIND = 25  # calls of the latest one's kind so far
+    TOLD = 26  # since when a wait lasted that this rank told of
 
 
 _MEETING = struct.Struct(f"<{4 + len(PHASES)}q")
@@ -145,8 +148,8 @@ class Call:
     names: str = ""
 
     @property
-    def key(self) -> tuple[int, int]:
-        return (self.group_number, self.number)
+    def key(self) -> tuple[int, int, str]:
+        return (self.group_number, self.number, self.kind)
 
     @property
     def words(self) -> str:
@@ -192,6 +195,9 @@ class StatusPage:
     timeout_ns: int
     stacks_fd: int
     moved_on: int = 0
+    watched_at_ns: int = 0
+    same_kind: int = 0
+    told_ns: int = 0
     meetings: tuple[Meeting, ...] = ()
 
     @property
@@ -266,8 +272,9 @@ class PageMemory:
 
     def put_call(self, text: bytes) -> None:
         """The text of the call this rank is in."""
-        self.memory[_CALL_AT : _CALL_AT + len(text)] = text
-        self.words[_CALL_TEXT_WORD] = len(text)
+        size = len(text)
+        self.memory[_CALL_AT : _CALL_AT + size] = text
+        self.words[_CALL_TEXT_WORD] = size
 
     def put_meeting(self, group: int, number: int, arrived_ns: int, left_ns: int, spent_ns: list[int]) -> None:
         """Note a wait that is over, over the oldest one."""
@@ -366,6 +373,9 @@ def _parse(copy: bytes) -> StatusPage | None:
         timeout_ns=word[Word.TIMEOUT],
         stacks_fd=word[Word.STACKS_FD],
         moved_on=word[Word.MOVED_ON],
+        watched_at_ns=word[Word.WATCHED_AT],
+        same_kind=word[Word.SAME_KIND],
+        told_ns=word[Word.TOLD],
         meetings=tuple(_meetings(copy, word[Word.MEETINGS])),
     )
 
@@ -400,3 +410,12 @@ def _meetings(copy: bytes, count: int) -> Iterator[Meeting]:
 
 assert _MEETINGS_AT + _MEETINGS * _MEETING_WORDS * 8 <= _BYTES
 assert 4 + len(PHASES) <= _MEETING_WORDS
+# The recorder writes these at once.
+assert tuple(range(Word.PHASE, Word.CALL_TEXT)) == (
+    Word.PHASE,
+    Word.PHASE_SINCE,
+    Word.CALL_SINCE,
+    Word.CALL_GROUP,
+    Word.CALL_NUMBER,
+    Word.CALL_BUCKET,
+)

@@ -57,12 +57,19 @@ class Timeline:
         self._offsets = {trace.rank: 0 if one_clock else trace.wall_offset_ns for trace in traces}
         # How long imports took says nothing about the run.
         kept = {trace.rank: [span for span in trace.spans if span.kind != Phase.STARTING] for trace in traces}
-        starts = [span.start_ns + self._offsets[rank] for rank, spans in kept.items() for span in spans]
+        starts = [min(span.start_ns for span in spans) + self._offsets[rank] for rank, spans in kept.items() if spans]
         self.origin_ns = min(starts, default=0)
+        if any(trace.dropped for trace in traces):
+            # Ranks that noted more remember less: begin where all of them do.
+            self.origin_ns = max(starts, default=0)
+            kept = {rank: [one for one in spans if self._from_origin(one, rank)] for rank, spans in kept.items()}
         self.spans = {rank: [self._moved(span, rank) for span in spans] for rank, spans in kept.items()}
         ends = [span.end_ns for spans in self.spans.values() for span in spans if span.kind != Kind.SCALARS]
         self.duration_ns = max(ends, default=0)
         self.dropped = {trace.rank: trace.dropped for trace in traces}
+
+    def _from_origin(self, span: Span, rank: int) -> bool:
+        return span.start_ns + self._offsets[rank] >= self.origin_ns
 
     def _moved(self, span: Span, rank: int) -> Span:
         shift = self._offsets[rank] - self.origin_ns
@@ -114,7 +121,16 @@ class Timeline:
 
     @property
     def steps(self) -> int:
-        return max((span.step for spans in self.spans.values() for span in spans), default=0)
+        """Synchronised ones; alone there is nothing to synchronise, and the optimizer's count."""
+        synchronised = max((span.step for spans in self.spans.values() for span in spans), default=0)
+        return synchronised or max((len(self.step_ends_ns(rank)) for rank in self.ranks), default=0)
+
+    def step_ends_ns(self, rank: int) -> list[int]:
+        """When each step of a rank was complete: its last wait, or else its optimizer."""
+        ends = {span.step: span.end_ns for span in self.spans[rank] if span.kind == Kind.MEETING}
+        if ends:
+            return sorted(ends.values())
+        return [span.end_ns for span in self.spans[rank] if span.kind == Phase.OPTIMIZER]
 
     # -- buckets ---------------------------------------------------------------------------------------------------
 
@@ -175,23 +191,34 @@ class Timeline:
 
     def communication(self) -> tuple[int, int]:
         """(hidden, exposed) nanoseconds of all ranks: buckets under way during backward, and waits after it."""
-        hidden = int(sum(row.hidden_ns * row.count for row in self.buckets()))
+        hidden = sum(self._hidden_ns(rank) for rank in self.ranks)
         exposed = sum(self.phase_ns(rank)[Phase.SYNCHRONISE] for rank in self.ranks)
         return hidden, exposed
+
+    def _hidden_ns(self, rank: int) -> int:
+        """How long some bucket of a rank was under way while the rank worked; several at once count once."""
+        arrivals = _arrivals(self.spans[rank])
+        flights = [span for span in self.spans[rank] if span.kind == Kind.BUCKET_FLIGHT]
+        total = covered_until = 0
+        for span in sorted(flights, key=lambda one: one.start_ns):
+            end = min(span.end_ns, arrivals.get(span.step, span.end_ns))
+            start = max(span.start_ns, covered_until)
+            if end > start:
+                total += end - start
+                covered_until = end
+        return total
 
     # -- in words --------------------------------------------------------------------------------------------------
 
     def words(self) -> str:
         """What limits this run and what to try, in a few sentences."""
+        if not self.duration_ns:
+            return "Nothing was recorded: the ranks ended before they did anything that is noted."
         spent = [self.phase_ns(rank) for rank in self.ranks]
         whole = sum(sum(one.values()) for one in spent) or 1
         share = {phase: sum(one[phase] for one in spent) / whole for phase in _STEP_PHASES}
         largest = max((phase for phase in share if phase is not Phase.SYNCHRONISE), key=lambda phase: share[phase])
-        parts = [
-            f"{len(self.ranks)} ranks made {self.steps} synchronised steps in {self.duration_ns / 1e9:.1f} s. "
-            f"{share[Phase.SYNCHRONISE]:.0%} of the ranks' time went into waiting for one another, "
-            f"{share[largest]:.0%} into {largest.words}."
-        ]
+        parts = [self._sum_up(share[Phase.SYNCHRONISE], share[largest], largest)]
         straggler = self.straggler()
         if straggler is not None:
             charges = self.charges()
@@ -209,6 +236,18 @@ class Timeline:
                 f"The oldest {max(self.dropped.values()):,} spans were overwritten: this is the end of the run."
             )
         return " ".join(parts)
+
+    def _sum_up(self, waiting: float, share: float, largest: Phase) -> str:
+        seconds = f"{self.duration_ns / 1e9:.1f} s"
+        if self.traces[0].world == 1:
+            return (
+                f"One rank made {self.steps:,} steps in {seconds}. {share:.0%} of its time went into {largest.words}."
+            )
+        return (
+            f"{len(self.ranks)} ranks made {self.steps:,} synchronised steps in {seconds}. "
+            f"{waiting:.0%} of the ranks' time went into waiting for one another, "
+            f"{share:.0%} into {largest.words}."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -49,6 +49,10 @@ class Verdict:
     waited_ns: int
     stacks_of: tuple[int, ...] = ()
 
+    def told_by(self, views: Sequence[RankView]) -> bool:
+        """Whether a rank has told of it already."""
+        return bool({since for _, since in self.waiting} & {view.page.told_ns for view in views if view.page})
+
     def same_stall(self, other: Verdict | None) -> bool:
         """Whether some rank is still in the wait that another verdict was about."""
         return other is not None and bool(set(self.waiting) & set(other.waiting))
@@ -238,13 +242,16 @@ def _blame_difference(facts: _Facts) -> Verdict:
 
 
 def _odd_one(inside: Sequence[RankView]) -> RankView:
-    """The rank in the call that fewest share; between two, the one that has made more calls on groups."""
+    """The rank in the call that fewest share; between two, the one with more calls, or with the more unusual one.
+
+    A loop makes the same calls again and again; what only one rank does has rarely been done before.
+    """
     shares = collections.Counter(view.call.key for view in inside if view.call is not None)
 
-    def oddness(view: RankView) -> tuple[int, int, int]:
+    def oddness(view: RankView) -> tuple[int, int, int, int]:
         assert view.call is not None
         assert view.page is not None
-        return (shares[view.call.key], -view.page.calls, view.rank)
+        return (shares[view.call.key], -view.page.calls, view.page.same_kind, view.rank)
 
     return min(inside, key=oddness)
 

@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 
-from paceline.errors import ConfigError
 from paceline.observe import stacks
 from paceline.observe.activity import Activity, activity_of
 from paceline.observe.stacks import Stack
@@ -16,27 +15,12 @@ from paceline.observe.status import StatusPage, find_pages, read_page
 from paceline.observe.table import stall_page
 from paceline.observe.verdict import RankView, Verdict, judge
 
-__all__ = ["STALL_AFTER", "StallWatch", "ask_stacks", "look", "look_at", "look_at_processes", "stall_after_s"]
+__all__ = ["StallWatch", "ask_stacks", "look", "look_at", "look_at_processes"]
 
-STALL_AFTER = "PACELINE_STALL_AFTER"
-_DEFAULT_STALL_AFTER_S = 30.0
 _LOOK_EVERY_S = 0.5
 _MOST_STACKS = 8  # a page shall stay one page
 
 _Look = Callable[[], list[RankView]]
-
-
-def stall_after_s(text: str | None) -> float:
-    """How long a wait may last before it is reported; 0 turns the watch off."""
-    if not text:
-        return _DEFAULT_STALL_AFTER_S
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if seconds < 0:
-        raise ConfigError(f"{STALL_AFTER} (--stall-after) should be a number of seconds, or 0 for never, not {text!r}")
-    return seconds
 
 
 def look(job: str | None = None) -> list[RankView]:
@@ -69,9 +53,18 @@ def look_at_processes(
 class StallWatch:
     """A thread that looks at the ranks twice a second. Says each stall once, and when it is over."""
 
-    def __init__(self, look_now: _Look, say: Callable[[str], None], limit_s: float) -> None:
+    def __init__(
+        self,
+        look_now: _Look,
+        say: Callable[[str], None],
+        limit_s: float,
+        on_duty: Callable[[], bool] = lambda: True,
+        told: Callable[[Verdict], None] = lambda _: None,
+    ) -> None:
         self._look = look_now
         self._say = say
+        self._on_duty = on_duty
+        self._mark = told
         self._limit_ns = int(limit_s * 1e9)
         self._pause_s = min(_LOOK_EVERY_S, limit_s / 4)
         self._stop = threading.Event()
@@ -90,7 +83,9 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            self.look_once()
+            # Whoever told of a stall also tells of its end.
+            if self._on_duty() or self._told is not None:
+                self.look_once()
 
     def look_once(self) -> None:
         """One look; prints if a stall began or ended."""
@@ -98,8 +93,9 @@ class StallWatch:
         verdict = judge(views, time.monotonic_ns(), self._limit_ns)
         if verdict is None or not verdict.same_stall(self._told):
             self._tell_end(views)
-        if verdict is not None and self._told is None:
+        if verdict is not None and self._told is None and not verdict.told_by(views):
             self._told = verdict
+            self._mark(verdict)
             self._tell(verdict, views)
 
     def _tell(self, verdict: Verdict, views: list[RankView]) -> None:

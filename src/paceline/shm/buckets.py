@@ -53,7 +53,7 @@ class BucketArena:
         )
         self._own_note = (C.c_double * NOTE_NUMBERS)()
         self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
-        self._finish, self._step = core.plc_bucket_finish, core.plc_arena_step
+        self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
         self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
         self._number = C.c_uint32()
 
@@ -78,7 +78,10 @@ class BucketArena:
         return cls(comm, handle, bytes_per_rank, buckets)
 
     def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:
-        """Say where bucket `index` lies and what is done to it. The same on all ranks, before its first use."""
+        """Say where bucket `index` lies and what is done to it, before its first use.
+
+        The same on all ranks: if not, the first `finish` raises `MismatchError` on all of them.
+        """
         if native.library().plc_bucket_define(self._handle, index, offset, count, dtype, op) != Status.OK:
             raise ConfigError(
                 f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "

@@ -10,7 +10,7 @@ import ctypes as C
 import os
 import select
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 from paceline.errors import (
@@ -25,7 +25,7 @@ from paceline.errors import (
 )
 from paceline.shm import native
 from paceline.shm.native import ANY_SOURCE, Kind, Message, Request, Status
-from paceline.shm.processes import PidWatch, exit_code_of
+from paceline.shm.processes import PidWatch, exit_code_of, is_running
 from paceline.shm.rendezvous import Store, exchange, shared_descriptor
 
 __all__ = ["DTYPE_NAMES", "OP_NAMES", "Communicator", "describe_call"]
@@ -36,7 +36,7 @@ DTYPE_NAMES = (
 )
 OP_NAMES = ["SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM"]
 
-_SLOT_BYTES = 256 * 1024
+_SLOT_BYTES = 512 * 1024
 _RING_BYTES = 64 * 1024
 _RING_BYTES_MANY_RANKS = 16 * 1024
 _MANY_RANKS = 16
@@ -73,8 +73,14 @@ class Communicator:
         self._pids = list(pids)
         self.names = list(names)
         self.timeout = timeout
-        self._run = self._core.plc_run
-        self._allreduce = self._core.plc_allreduce
+        quick = native.quick_library()
+        quick.plc_comm_called_by(handle, native.interpreter())
+        self._run, self._request_wait, self._message_wait = (
+            quick.plc_run,
+            quick.plc_request_wait,
+            quick.plc_message_wait,
+        )
+        self._allreduce = quick.plc_allreduce
         # Freed when no thread can be inside a method any more. Not at exit: the process's end tells the peers more.
         weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
         _seats.add(self)
@@ -91,13 +97,19 @@ class Communicator:
         slot_bytes: int = _SLOT_BYTES,
         spin_ns: int | None = None,
         allow_direct: bool = True,
+        pids: Mapping[int, int] | None = None,
     ) -> Communicator:
-        """Meet the other ranks of this host through the store. `ranks` are their numbers, ascending; ours is `rank`."""
+        """Meet the other ranks of this host through the store. `ranks` are their numbers, ascending; ours is `rank`.
+
+        `pids`: their processes, if they are known already.
+        """
         core = native.library()
         size = len(ranks)
         if size > native.MAX_RANKS:
             raise ConfigError(f"{size} ranks on one host; shared memory serves at most {native.MAX_RANKS}")
-        pids = exchange(store, "pids", rank, ranks, str(os.getpid()), timeout)
+        if pids is None:
+            told = exchange(store, "pids", rank, ranks, str(os.getpid()), timeout, pid_in=int)
+            pids = {other: int(pid) for other, pid in told.items()}
         config = _config(size, slot_bytes, timeout, spin_ns)
 
         def prepare(descriptor: int, nonce: tuple[int, int]) -> None:
@@ -105,10 +117,10 @@ class Communicator:
 
         handle = C.c_void_p()
         local = list(ranks).index(rank)
-        watched = [int(pids[other]) for other in ranks]
+        watched = [pids[other] for other in ranks]
         comm: Communicator | None = None
         try:
-            with shared_descriptor(store, "shm", rank, ranks, prepare, timeout) as (descriptor, nonce):
+            with shared_descriptor(store, "shm", rank, ranks, prepare, timeout, pids) as (descriptor, nonce):
                 descriptors = _watch(watched, local)
                 status = core.plc_comm_join(
                     descriptor,
@@ -140,6 +152,11 @@ class Communicator:
             self._core.plc_comm_leave(handle)
             _unwatch(self._pids, self.rank)
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """The process of each rank, by the name of the rank."""
+        return dict(zip(self.names, self._pids, strict=True))
+
     def abort(self) -> None:
         """End every wait in this group, on all ranks, with `GroupAborted`. May be called from any thread."""
         if self._handle is not None:
@@ -161,11 +178,9 @@ class Communicator:
         return self._handle
 
     # --- collectives -------------------------------------------------------------------------------
-    def allreduce(
-        self, address: int, count: int, dtype: int, op: int, factor: float = 1.0, timeout_ns: int = -1
-    ) -> None:
+    def allreduce(self, address: int, count: int, dtype: int, op: int, timeout_ns: int = -1) -> None:
         """Reduce `count` elements in place."""
-        status = self._allreduce(self._handle or self.handle, address, count, dtype, op, factor, timeout_ns)
+        status = self._allreduce(self._handle or self.handle, address, count, dtype, op, timeout_ns)
         if status:
             raise self.error(status, Kind.ALLREDUCE)
 
@@ -183,7 +198,7 @@ class Communicator:
 
     def wait(self, request: Request, timeout_ns: int = -1) -> bool:
         """Wait for a submitted collective; False if `timeout_ns` passed first."""
-        status = self._core.plc_request_wait(self.handle, request, timeout_ns)
+        status = self._request_wait(self.handle, request, timeout_ns)
         if status == Status.PENDING:
             return False
         if status:
@@ -199,7 +214,7 @@ class Communicator:
 
     def wait_message(self, message: Message, timeout_ns: int = -1) -> bool:
         """Wait for a message; False if `timeout_ns` passed first."""
-        status = self._core.plc_message_wait(self.handle, message, timeout_ns)
+        status = self._message_wait(self.handle, message, timeout_ns)
         if status == Status.PENDING:
             return False
         if status:
@@ -220,6 +235,11 @@ class Communicator:
         if status == Status.INVALID:
             return ConfigError(
                 f"rank {self._me}: {Kind.NAMES[kind]} cannot be done on this data type with this operation"
+            )
+        if status == Status.NESTED:
+            return ConfigError(
+                f"rank {self._me}: {Kind.NAMES[kind]} was called by a signal handler in the middle of another call of "
+                "the same group; set a flag in the handler and make the call after that one"
             )
         if status == Status.SYSTEM:
             number = C.get_errno()
@@ -281,25 +301,24 @@ class Communicator:
         pid = self._pids[local]
         if self._core.plc_comm_peer_left(self.handle, local):
             return f"pid {pid}, left the group"
-        return f"pid {pid}, {'alive' if _is_alive(pid) else 'not running'}"
+        return f"pid {pid}, {'alive' if is_running(pid) else 'not running'}"
 
     def _mismatch(self) -> MismatchError:
-        values = {self.names[r]: describe_call(call) for r, call in enumerate(self.calls())}
+        calls = self.calls()
+        values = {self.names[r]: describe_call(call) for r, call in enumerate(calls)}
         lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
-        return MismatchError(
-            "the ranks made different calls, nothing was exchanged:\n"
-            f"{lines}\nAll ranks of a group must make the same calls in the same order with matching sizes",
-            values,
-        )
+        if calls[0].kind == Kind.BUCKET:
+            found, cure = "defined a bucket differently", "All ranks must define the same buckets"
+        else:
+            found, cure = "made different calls", "All ranks of a group must make the same calls in the same order"
+            cure += " with matching sizes"
+        return MismatchError(f"the ranks {found}, nothing was exchanged:\n{lines}\n{cure}", values)
 
     def _message_error(self, status: int, message: Message, is_send: bool) -> Exception:
         peer = "any rank" if message.peer == ANY_SOURCE else f"rank {self.names[message.peer]}"
         what = f"{'send to' if is_send else 'recv from'} {peer} (tag {message.tag})"
         if status == Status.SIZE:
-            return MismatchError(
-                f"rank {self._me}: {what}: expected {message.bytes} bytes, rank {self.names[message.source]} sent "
-                f"{message.found_bytes}; give tensors of the same size and type on both sides"
-            )
+            return self._size_mismatch(message, what, is_send)
         if status == Status.INVALID:
             return ConfigError(f"rank {self._me}: {what}: there is no such peer in a group of {self.size}")
         if status == Status.TIMEOUT and self._failure().status != status:
@@ -309,6 +328,13 @@ class Communicator:
         if status == Status.SYSTEM:
             return self.error(status, Kind.BARRIER)
         return self._group_error(status, self._failure(), f"in {what}")
+
+    def _size_mismatch(self, message: Message, what: str, is_send: bool) -> MismatchError:
+        here, there = ("sent", "expected") if is_send else ("expected", "sent")
+        return MismatchError(
+            f"rank {self._me}: {what}: {here} {message.bytes} bytes, rank {self.names[message.source]} {there} "
+            f"{message.found_bytes}; give tensors of the same size and type on both sides"
+        )
 
     def _message_timeout(self, message: Message, what: str) -> CollectiveTimeout:
         known = message.peer != ANY_SOURCE
@@ -330,6 +356,9 @@ class Communicator:
 def describe_call(call: native.CallRecord) -> str:
     """One rank's call in a line: "all_reduce of 10 float32, SUM (call 3)"."""
     name = Kind.NAMES[call.kind]
+    if call.kind == Kind.BUCKET:
+        what = f"{call.count} {DTYPE_NAMES[call.dtype]} at byte {call.label}, {OP_NAMES[call.op]}"
+        return f"{name} {call.sequence}: {what}"
     text = name if call.kind == Kind.BARRIER else f"{name} of {call.count} {DTYPE_NAMES[call.dtype]}"
     if DTYPE_NAMES[call.dtype] == "bytes" and call.label:
         text += f" ({call.label.to_bytes(8, 'little').lstrip(bytes(1)).decode(errors='replace')})"
@@ -375,11 +404,6 @@ def _unwatch(pids: Sequence[int], mine: int) -> None:
             _pid_watch.release(pid)
 
 
-def _exit_code(pid: int) -> int | None:
-    descriptor = _pid_watch.peek(pid)
-    return exit_code_of(pid, descriptor)
-
-
 def _exit_code_when_ended(pid: int) -> int | None:
     """For a process that was found dead: its memory goes before its exit code can be asked for."""
     descriptor = _pid_watch.peek(pid)
@@ -388,13 +412,3 @@ def _exit_code_when_ended(pid: int) -> int | None:
         ending.register(descriptor, select.POLLIN)
         ending.poll(_ENDING_MS)
     return exit_code_of(pid, descriptor)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _exit_code(pid) is None

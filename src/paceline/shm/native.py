@@ -16,6 +16,7 @@ __all__ = [
     "ABI_VERSION",
     "ANY_SOURCE",
     "CallRecord",
+    "Caller",
     "Config",
     "Failure",
     "Kind",
@@ -24,12 +25,13 @@ __all__ = [
     "NativeStatus",
     "Request",
     "Status",
+    "interpreter",
     "library",
     "native_status",
     "quick_library",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -39,13 +41,13 @@ _LIBRARY = _HERE / "libpaceline_core.so"
 class Status:
     """`plc_status`."""
 
-    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE = range(10)
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = range(11)
 
 
 class Kind:
     """`plc_kind`, and the names torch.distributed gives the same calls."""
 
-    BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER, GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL = range(9)
+    BARRIER, ALLREDUCE, REDUCE, BROADCAST, ALLGATHER, GATHER, SCATTER, REDUCE_SCATTER, ALLTOALL, BUCKET = range(10)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -56,6 +58,7 @@ class Kind:
         "scatter",
         "reduce_scatter",
         "all_to_all",
+        "bucket",
     )
 
 
@@ -128,6 +131,16 @@ class Config(C.Structure):
     ]
 
 
+class Caller(C.Structure):
+    """`plc_caller`."""
+
+    _fields_ = [
+        ("let_go", C.c_void_p),
+        ("take", C.c_void_p),
+        ("wants_to_stop", C.c_void_p),
+    ]
+
+
 class Failure(C.Structure):
     """`plc_failure`."""
 
@@ -181,10 +194,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_comm_sequence": (_U64, [_PTR]),
     "plc_comm_peer_pid": (_I32, [_PTR, _U32]),
     "plc_comm_peer_left": (_I32, [_PTR, _U32]),
+    "plc_comm_called_by": (None, [_PTR, C.POINTER(Caller)]),
     "plc_run": (_I32, [_PTR, C.POINTER(Request)]),
     "plc_submit": (_I32, [_PTR, C.POINTER(Request)]),
     "plc_request_wait": (_I32, [_PTR, C.POINTER(Request), _I64]),
-    "plc_allreduce": (_I32, [_PTR, _PTR, _U64, _U32, _U32, _DOUBLE, _I64]),
+    "plc_allreduce": (_I32, [_PTR, _PTR, _U64, _U32, _U32, _I64]),
     "plc_send": (_I32, [_PTR, C.POINTER(Message)]),
     "plc_receive": (_I32, [_PTR, C.POINTER(Message)]),
     "plc_message_wait": (_I32, [_PTR, C.POINTER(Message), _I64]),
@@ -255,9 +269,20 @@ def library() -> C.CDLL:
 
 @functools.cache
 def quick_library() -> C.PyDLL:
-    """The same core for calls that never block: they keep the interpreter lock, which saves a microsecond."""
+    """The same core for calls made with the interpreter lock held, which saves a microsecond.
+
+    For calls that never block, and for those marked [lock] in the header: the core lets the lock go before it waits,
+    and what a signal handler raises meanwhile (KeyboardInterrupt) is raised by the call.
+    """
     library()
-    return _declare(C.PyDLL(str(_LIBRARY)))
+    return _declare(C.PyDLL(str(_LIBRARY), use_errno=True))
+
+
+@functools.cache
+def interpreter() -> Caller:
+    """How the core lets go of Python's lock and asks for signals."""
+    names = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
+    return Caller(*(C.cast(getattr(C.pythonapi, name), C.c_void_p) for name in names))
 
 
 @functools.cache

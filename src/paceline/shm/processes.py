@@ -10,7 +10,7 @@ import pathlib
 import struct
 import threading
 
-__all__ = ["PidWatch", "exit_code_of", "host_identity"]
+__all__ = ["PidWatch", "exit_code_of", "host_identity", "is_running"]
 
 # _IOWR(0xFF, 11, struct pidfd_info): since Linux 6.13; the exit code since 6.15 (linux/pidfd.h).
 _PIDFD_INFO_BYTES = 64
@@ -64,6 +64,17 @@ class PidWatch:
             elif users == 1:
                 del self._open[pid]
                 os.close(descriptor)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this host still runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return _zombie_status(pid) is None
 
 
 def exit_code_of(pid: int, pidfd: int) -> int | None:

@@ -12,11 +12,12 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Protocol
 
-from paceline.errors import CollectiveTimeout, NativeError
+from paceline.errors import CollectiveTimeout, NativeError, PeerLost, describe_exit
+from paceline.shm.processes import exit_code_of, is_running
 
 __all__ = ["Store", "Total", "agreed_descriptor", "exchange", "open_peer_descriptor", "shared_descriptor"]
 
@@ -34,31 +35,122 @@ class Store(Protocol):
 
 
 def exchange(
-    store: Store, topic: str, rank: int, ranks: Sequence[int], value: str, timeout: timedelta
+    store: Store,
+    topic: str,
+    rank: int,
+    ranks: Sequence[int],
+    value: str,
+    timeout: timedelta,
+    *,
+    pids: Mapping[int, int] | None = None,
+    pid_in: Callable[[str], int | None] | None = None,
 ) -> dict[int, str]:
     """Tell the others one line and hear theirs. If some never speak, the error names them.
 
     The first rank collects and tells all: n look-ups in all where everyone asking everyone would make n squared.
+    Ranks whose process is known - from `pids`, or because `pid_in` finds it in what they say - are watched: if one ends
+    before all have spoken, the others raise `PeerLost` within about a second instead of waiting for the time limit.
     """
     store.set(f"{topic}/{rank}", value)
     keys = {other: f"{topic}/{other}" for other in ranks}
     collected = f"{topic}/all"
-    deadline = time.monotonic() + timeout.total_seconds()
+    peers = _Peers(store, rank, keys, pids or {}, pid_in)
     try:
         if rank == ranks[0]:
-            store.wait(list(keys.values()), timeout)
-            store.set(collected, "\n".join(store.get(key).decode() for key in keys.values()))
-        store.wait([collected], timeout)
-    except Exception as error:  # each store has its own type for a time-out
+            _tell_all(store, keys, collected, peers, timeout)
+        _wait(store, [collected], timeout, lambda: peers.look([ranks[0]], unless=collected))
+    except _TimeIsUp as error:
         missing = [other for other, key in keys.items() if not _has(store, key)]
-        if not missing or time.monotonic() < deadline - 1.0:
-            raise
+        if not missing:
+            raise error.cause from None
         raise CollectiveTimeout(
             f"rank {rank} waited {timeout.total_seconds():g} s for {_ranks(missing)} of {len(ranks)} to join the "
             f"group: they never came. Look at their output; were all {len(ranks)} ranks started?",
             missing=missing,
-        ) from error
-    return dict(zip(ranks, store.get(collected).decode().split("\n"), strict=True))
+        ) from error.cause
+    answer = store.get(collected).decode()
+    if answer.startswith(_LOST):
+        raise _peer_lost(rank, *map(int, answer.removeprefix(_LOST).split()))
+    return dict(zip(ranks, answer.split("\n"), strict=True))
+
+
+_LOST = "\0lost "
+_SLICE_S = 0.5
+
+
+class _TimeIsUp(Exception):
+    """The time limit passed; `cause` is what the store made of it (each has its own type)."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__()
+        self.cause = cause
+
+
+def _wait(store: Store, keys: list[str], timeout: timedelta, look: Callable[[], None]) -> None:
+    """Wait for keys in slices, and look around between them."""
+    deadline = time.monotonic() + timeout.total_seconds()
+    while True:
+        start = time.monotonic()
+        slice_s = max(0.001, min(_SLICE_S, deadline - start))
+        try:
+            return store.wait(keys, timedelta(seconds=slice_s))
+        except Exception as error:  # each store has its own type for a time-out
+            now = time.monotonic()
+            if now >= deadline:
+                raise _TimeIsUp(error) from error
+            if now - start < slice_s / 2:  # no time-out: the store itself is gone
+                raise
+        look()
+
+
+def _tell_all(store: Store, keys: dict[int, str], collected: str, peers: _Peers, timeout: timedelta) -> None:
+    try:
+        _wait(store, list(keys.values()), timeout, lambda: peers.look(list(keys)))
+    except PeerLost as error:
+        store.set(collected, f"{_LOST}{error.rank} {error.pid}")
+        raise
+    store.set(collected, "\n".join(store.get(key).decode() for key in keys.values()))
+
+
+class _Peers:
+    """The processes of those we wait for, as far as they are known."""
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        keys: dict[int, str],
+        pids: Mapping[int, int],
+        pid_in: Callable[[str], int | None] | None,
+    ) -> None:
+        self._store, self._rank, self._keys, self._pid_in = store, rank, keys, pid_in
+        self._pids: dict[int, int | None] = dict(pids)
+
+    def look(self, ranks: Sequence[int], unless: str | None = None) -> None:
+        """Raise if one of these ranks has ended, unless a key says that it had done its part before."""
+        for other in ranks:
+            pid = self._pid_of(other)
+            if pid is None or other == self._rank or is_running(pid):
+                continue
+            if unless is None or not _has(self._store, unless):
+                raise _peer_lost(self._rank, other, pid)
+
+    def _pid_of(self, other: int) -> int | None:
+        key = self._keys[other]
+        if other not in self._pids and self._pid_in is not None and _has(self._store, key):
+            self._pids[other] = self._pid_in(self._store.get(key).decode())
+        return self._pids.get(other)
+
+
+def _peer_lost(rank: int, other: int, pid: int) -> PeerLost:
+    code = exit_code_of(pid, -1)
+    return PeerLost(
+        f"rank {other} (pid {pid}) was lost before the group was ready; rank {rank} waited for it: it "
+        f"{describe_exit(code)}. Its own output tells why",
+        rank=other,
+        pid=pid,
+        exitcode=code,
+    )
 
 
 def _has(store: Store, key: str) -> bool:
@@ -80,6 +172,7 @@ def shared_descriptor(
     ranks: Sequence[int],
     prepare: Callable[[int, tuple[int, int]], None],
     timeout: timedelta,
+    pids: Mapping[int, int] | None = None,
 ) -> Iterator[tuple[int, tuple[int, int]]]:
     """Give every rank of this host a descriptor of one anonymous file, and its nonce.
 
@@ -95,9 +188,9 @@ def shared_descriptor(
             os.fchmod(created, 0o600)
             prepare(created, nonce)
             store.set(f"{topic}/segment", f"{os.getpid()} {created} {nonce[0]} {nonce[1]}")
-        store.wait([f"{topic}/segment"], timeout)
+        _wait_for_segment(store, topic, rank, leader, timeout, pids or {})
         pid, number, first, second = map(int, store.get(f"{topic}/segment").split())
-        with _told_to_all(store, topic, rank, ranks, timeout):
+        with _told_to_all(store, topic, rank, ranks, timeout, pids):
             descriptor = os.dup(created) if rank == leader else open_peer_descriptor(pid, number)
             try:
                 yield descriptor, (first, second)
@@ -151,6 +244,20 @@ def _summed_up(total: Total, rank: int, size: int) -> Iterator[None]:
         raise NativeError(f"{_ranks(who)} of this host could not map the shared memory; their errors say why")
 
 
+def _wait_for_segment(
+    store: Store, topic: str, rank: int, leader: int, timeout: timedelta, pids: Mapping[int, int]
+) -> None:
+    key = f"{topic}/segment"
+    peers = _Peers(store, rank, {leader: key}, pids, None)
+    try:
+        _wait(store, [key], timeout, lambda: peers.look([leader], unless=key))
+    except _TimeIsUp as error:
+        raise CollectiveTimeout(
+            f"rank {rank} waited {timeout.total_seconds():g} s for the shared memory that rank {leader} makes",
+            missing=[leader],
+        ) from error.cause
+
+
 def open_peer_descriptor(pid: int, number: int) -> int:
     """Open another process's descriptor; the kernel asks for the same user."""
     try:
@@ -163,16 +270,18 @@ def open_peer_descriptor(pid: int, number: int) -> int:
 
 
 @contextlib.contextmanager
-def _told_to_all(store: Store, topic: str, rank: int, ranks: Sequence[int], timeout: timedelta) -> Iterator[None]:
+def _told_to_all(
+    store: Store, topic: str, rank: int, ranks: Sequence[int], timeout: timedelta, pids: Mapping[int, int] | None
+) -> Iterator[None]:
     """Run a step on every rank; if it fails on one, all ranks raise."""
     try:
         yield
     except Exception as error:
         line = f"rank {rank}: {error}".replace("\n", " ")
         with contextlib.suppress(Exception):  # the error at hand is the one to raise
-            exchange(store, f"{topic}/joined", rank, ranks, line, timeout)
+            exchange(store, f"{topic}/joined", rank, ranks, line, timeout, pids=pids)
         raise
-    answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout)
+    answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout, pids=pids)
     failed = [answer for answer in answers.values() if answer != "ok"]
     if failed:
         raise NativeError("a peer could not join the shared memory of this host: " + "; ".join(failed))

@@ -3,6 +3,8 @@
 All contestants take turns inside one run, size by size and round by round, so that a busy moment of the machine hits
 them alike. Results are checked while measured. Columns:
 
+    core       the same call made on the native core directly, without torch.distributed's Python front (as Open MPI is
+               called here, through mpi4py with buffers)
     limit      what the same ranks reach when each reads and writes as many bytes of its own, at the same time
     in place   buckets that already lie in shared memory, reduced where they lie (what DistributedDataParallel does)
 """
@@ -24,12 +26,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.errors import PacelineError
+from paceline.cli.benchmarks.simulated_hosts import enter, simulated_hosts
+from paceline.errors import ConfigError, PacelineError
 
 __all__ = ["add_arguments", "run"]
 
 _SIZES = [4 << (2 * step) for step in range(14)]  # 4 B to 256 MB
-_PACELINE, _GLOO, _MPI, _IN_PLACE, _LIMIT = "paceline", "gloo", "mpi", "in place", "limit"
+_PACELINE, _CORE, _GLOO, _MPI, _IN_PLACE, _LIMIT = "paceline", "core", "gloo", "mpi", "in place", "limit"
+_FLOAT32, _SUM = 10, 0
 
 
 @dataclasses.dataclass
@@ -53,6 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-bytes", type=int, default=256 << 20, help="largest message (%(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="turns per contestant and size (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.1, help="length of a turn, about (%(default)s)")
+    parser.add_argument(
+        "--hosts", metavar="HxR", help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2"
+    )
     parser.add_argument("--no-mpi", action="store_true", help="leave Open MPI out even if it is there")
     parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE", help="draw time over size (needs matplotlib)")
@@ -61,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     sizes = [size for size in _SIZES if size <= options.max_bytes]
     report = []
-    for ranks in options.ranks:
-        figures = _measure(ranks, sizes, options)
-        _print(ranks, figures)
+    hosts, per_host = _placement(options.hosts)
+    for ranks in [hosts * per_host] if hosts else options.ranks:
+        figures = _measure(ranks, sizes, options, hosts)
+        _print(ranks, figures, hosts)
         report += [
             {
                 "ranks": ranks,
@@ -83,11 +91,26 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _placement(text: str | None) -> tuple[int, int]:
+    """(hosts, ranks per host) of "2x2"; zeros if all ranks are on this host."""
+    if text is None:
+        return 0, 0
+    hosts, _, ranks = text.partition("x")
+    if not (hosts.isdigit() and ranks.isdigit() and int(hosts) > 1 and int(ranks) > 0):
+        raise ConfigError(f"--hosts {text}: give hosts x ranks per host, at least two hosts, for example 2x2")
+    return int(hosts), int(ranks)
+
+
 # --- measuring -------------------------------------------------------------------------------------
-def _measure(ranks: int, sizes: list[int], options: argparse.Namespace) -> dict[int, dict[str, _Figures]]:
+def _measure(
+    ranks: int, sizes: list[int], options: argparse.Namespace, hosts: int = 0
+) -> dict[int, dict[str, _Figures]]:
     context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory, _mpi(ranks, directory, options) as mpi:
-        job = (ranks, sizes, options.rounds, options.seconds, directory, mpi)
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
+        places = stack.enter_context(simulated_hosts(hosts)) if hosts else []
+        mpi = not hosts and stack.enter_context(_mpi(ranks, directory, options))
+        job = (ranks, sizes, options.rounds, options.seconds, directory, mpi, places)
         processes = [context.Process(target=_rank, args=(rank, *job)) for rank in range(ranks)]
         for process in processes:
             process.start()
@@ -100,7 +123,11 @@ def _measure(ranks: int, sizes: list[int], options: argparse.Namespace) -> dict[
     return {int(size): {name: _Figures(times) for name, times in row.items()} for size, row in found.items()}
 
 
-def _rank(rank: int, ranks: int, sizes: list[int], rounds: int, seconds: float, directory: str, mpi: bool) -> None:
+def _rank(
+    rank: int, ranks: int, sizes: list[int], rounds: int, seconds: float, directory: str, mpi: bool, places: list[int]
+) -> None:
+    if places:
+        enter(places[rank * len(places) // ranks])
     import torch
     import torch.distributed as dist
 
@@ -133,14 +160,19 @@ def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> 
     ranks = dist.get_world_size()
     wanted = float(sum(range(1, ranks + 1)))
 
-    def all_reduce(group: Any) -> _Turn:
+    def through_torch(group: Any) -> Callable[[], Any]:
+        return lambda: dist.all_reduce(data, group=group)
+
+    def all_reduce(group: Any, way: Callable[[Any], Callable[[], Any]] = through_torch) -> _Turn:
+        call = way(group)
+
         def turn(repetitions: int) -> list[float]:
             times = []
             for _ in range(repetitions):
                 data.fill_(rank + 1)
                 dist.barrier()
                 start = time.perf_counter()
-                dist.all_reduce(data, group=group)
+                call()
                 times.append(time.perf_counter() - start)
                 if data[0].item() != wanted or data[-1].item() != wanted:
                     raise PacelineError(f"wrong sum: {data[0].item()} instead of {wanted}")
@@ -150,9 +182,16 @@ def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> 
 
         return turn
 
+    def core(_: Any) -> Callable[[], None]:
+        comm = world.engine.comm
+        return lambda: comm.allreduce(data.data_ptr(), data.numel(), _FLOAT32, _SUM)
+
+    world: Any = dist.group.WORLD
     turns = {_PACELINE: all_reduce(dist.group.WORLD), _GLOO: all_reduce(gloo)}
-    turns[_IN_PLACE] = _in_place_turn(size, rank, wanted)
     turns[_LIMIT] = _limit_turn(data)
+    if hasattr(world.engine, "comm"):  # all ranks on one host
+        turns[_CORE] = all_reduce(None, core)
+        turns[_IN_PLACE] = _in_place_turn(size, rank, wanted)
     if mpi_directory is not None:
         turns[_MPI] = _mpi_turn(size, rank, mpi_directory)
     return turns
@@ -275,27 +314,31 @@ def _machine() -> dict[str, Any]:
     }
 
 
-def _print(ranks: int, figures: dict[int, dict[str, _Figures]]) -> None:
+def _print(ranks: int, figures: dict[int, dict[str, _Figures]], hosts: int = 0) -> None:
     from rich.console import Console
     from rich.table import Table
 
     has_mpi = any(_MPI in row for row in figures.values())
     cores = len(os.sched_getaffinity(0))
-    table = Table(title=f"all_reduce, float32, {ranks} ranks on {cores} cores", title_justify="left")
-    for column in ("bytes", "min", "p50", "p99", "GB/s", "x Gloo", *(["x MPI"] if has_mpi else []), "of limit"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in ("in place", "of limit"):
+    where = f"{ranks} ranks on {cores} cores" + (f", as {hosts} hosts" if hosts else "")
+    table = Table(title=f"all_reduce, float32, {where}", title_justify="left")
+    columns = ["bytes", "min", "p50", "p99", "GB/s", "x Gloo", *(["x MPI"] if has_mpi else []), "of limit"]
+    columns += [] if hosts else ["core", *(["x MPI"] if has_mpi else []), "in place", "of limit"]
+    for column in columns:
         table.add_column(column, justify="right", no_wrap=True)
     for size, row in figures.items():
-        ours, limit, in_place = row[_PACELINE], row[_LIMIT].best, row[_IN_PLACE].best
+        ours, limit = row[_PACELINE], row[_LIMIT].best
         cells = [f"{size:,}", *map(_time, (ours.best, ours.percentile(0.5), ours.percentile(0.99)))]
         cells += [f"{size / ours.best / 1e9:.2f}", f"{row[_GLOO].best / ours.best:.1f}"]
-        if has_mpi:
-            cells.append(f"{row[_MPI].best / ours.best:.2f}")
-        cells += [f"{limit / ours.best:.0%}", f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
+        cells += [f"{row[_MPI].best / ours.best:.2f}"] if has_mpi else []
+        cells.append(f"{limit / ours.best:.0%}")
+        if not hosts:
+            core, in_place = row[_CORE].best, row[_IN_PLACE].best
+            cells += [_time(core), *([f"{row[_MPI].best / core:.2f}"] if has_mpi else [])]
+            cells += [f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
         table.add_row(*cells)
     console = Console()
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 140)
     console.print(table)
 
 
@@ -312,7 +355,7 @@ def _plot(report: list[dict[str, Any]], file: str) -> None:
     from matplotlib import pyplot
 
     for ranks in sorted({entry["ranks"] for entry in report}):
-        for name in (_PACELINE, _GLOO, _MPI, _IN_PLACE):
+        for name in (_PACELINE, _CORE, _GLOO, _MPI, _IN_PLACE):
             rows = [e for e in report if e["ranks"] == ranks and e["contestant"] == name]
             if rows:
                 label = f"{name}, {ranks} ranks"

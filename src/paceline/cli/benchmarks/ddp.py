@@ -7,7 +7,6 @@ best round. "barrier" is a step whose ranks exchange no gradients but meet once:
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import functools
 import json
 import os
@@ -16,10 +15,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+from paceline.cli.benchmarks.models import Case, cases
 
 __all__ = ["add_arguments", "run"]
 
@@ -37,15 +35,6 @@ _STOCK_SETTINGS: dict[str, dict[str, Any]] = {
     "view, static": {"gradient_as_bucket_view": True, "static_graph": True},
     "view, static, batched": {"gradient_as_bucket_view": True, "static_graph": True, "batched_grad_copy": True},
 }
-
-
-@dataclasses.dataclass
-class _Case:
-    """One model: how it is built and what it is fed."""
-
-    build: Callable[[], torch.nn.Module]
-    batch: Callable[[], torch.Tensor]
-    steps: int  # per round: some tens of milliseconds, so that a quiet moment is found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -95,7 +84,7 @@ def _rank(rank: int, world: int, names: list[str], rounds: int, directory: str, 
     found: dict[str, Any] = {"models": {}, "world_of_one": _world_of_one_cost()}
     dist.barrier()
     for name in names:
-        found["models"][name] = _measure(_cases()[name], shared, rounds)
+        found["models"][name] = _measure(cases()[name], shared, rounds)
     found["construction"] = _construction(shared, rounds)
     found["digest"] = _digest_cost(shared)
     if rank == 0:
@@ -105,49 +94,7 @@ def _rank(rank: int, world: int, names: list[str], rounds: int, directory: str, 
     dist.destroy_process_group()
 
 
-def _cases() -> dict[str, _Case]:
-    import torch
-    from torch import nn
-
-    def mlp(width: int, depth: int) -> nn.Module:
-        layers: list[nn.Module] = []
-        for _ in range(depth):
-            layers += [nn.Linear(width, width), nn.ReLU()]
-            # Torch's default shrinks activations layer by layer: 100 of them down to denormal numbers, which cost
-            # a hundred times as much and would be all that is measured.
-            nn.init.kaiming_normal_(layers[-2].weight)  # type: ignore[arg-type]  # a Linear's weight is a tensor
-        return nn.Sequential(*layers[:-1])
-
-    def convolutional() -> nn.Module:
-        layers: list[nn.Module] = []
-        for inputs, outputs in ((3, 32), (32, 64), (64, 64), (64, 128)):
-            layers += [nn.Conv2d(inputs, outputs, 3, padding=1), nn.BatchNorm2d(outputs), nn.ReLU(), nn.MaxPool2d(2)]
-        return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128 * 4, 10))
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.lstm = nn.LSTM(64, 128, num_layers=2, batch_first=True)
-            self.head = nn.Linear(128, 10)
-
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.head(self.lstm(x)[0])
-
-    def transformer() -> nn.Module:
-        layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
-        return nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-
-    return {
-        "mlp-64": _Case(lambda: mlp(64, 4), lambda: torch.randn(32, 64), 40),
-        "mlp-100-layers": _Case(lambda: mlp(64, 100), lambda: torch.randn(32, 64), 4),
-        "cnn-batchnorm": _Case(convolutional, lambda: torch.randn(16, 3, 32, 32), 2),
-        "mlp-17m": _Case(lambda: mlp(2048, 4), lambda: torch.randn(64, 2048), 2),
-        "transformer": _Case(transformer, lambda: torch.randn(8, 64, 128), 2),
-        "lstm": _Case(Recurrent, lambda: torch.randn(16, 32, 64), 3),
-    }
-
-
-def _measure(case: _Case, shared: Any, rounds: int) -> dict[str, Any]:
+def _measure(case: Case, shared: Any, rounds: int) -> dict[str, Any]:
     """Mean step of the best round, per way of training, in microseconds."""
     import torch
     import torch.distributed as dist
@@ -179,7 +126,7 @@ def _measure(case: _Case, shared: Any, rounds: int) -> dict[str, Any]:
     return {"microseconds": dict(zip(best, slowest.tolist(), strict=True))}
 
 
-def _build_stock(case: _Case, arguments: dict[str, Any]) -> Any:
+def _build_stock(case: Case, arguments: dict[str, Any]) -> Any:
     import torch
 
     return torch.nn.parallel.DistributedDataParallel(case.build(), **arguments)
@@ -215,7 +162,7 @@ def _world_of_one_cost() -> float:
     alone = dist.new_group([0], backend="gloo")
     if dist.get_rank() != 0:
         return 0.0
-    case = _cases()["mlp-64"]
+    case = cases()["mlp-64"]
     steps = {}
     for way in ("plain", "wrapped"):
         model = case.build()
@@ -258,7 +205,7 @@ def _digest_cost(shared: Any) -> dict[str, float]:
 
     shares = {}
     for name in ("mlp-64", "mlp-100-layers", "mlp-17m"):
-        case = _cases()[name]
+        case = cases()[name]
         model = paceline.DistributedDataParallel(case.build(), process_group=shared)
         step = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
         for _ in range(4):
@@ -298,7 +245,7 @@ def _memory_rank(rank: int, world: int, way: str, directory: str) -> None:
     torch.set_num_threads(1)
     backend = "paceline" if way == "paceline" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world)
-    case = _cases()["mlp-17m"]
+    case = cases()["mlp-17m"]
     model: Any = case.build()
     if way == "paceline":
         model = paceline.DistributedDataParallel(model)

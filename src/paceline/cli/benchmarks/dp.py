@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from paceline.cli.benchmarks import ddp as benchmark_set
+from paceline.cli.benchmarks.models import cases
 
 __all__ = ["add_arguments", "run"]
 
@@ -122,7 +122,7 @@ def _stage(name: str, way: str, workers: int, rank: int, directory: str) -> Iter
 def _perform(pipe: Any, name: str, way: str, workers: int, rank: int, directory: str) -> None:
     import torch
 
-    case = benchmark_set._cases()[name]
+    case = cases()[name]
     torch.manual_seed(0)
     module = case.build()
     share = case.batch()
