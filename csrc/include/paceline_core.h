@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 3
+#define PLC_ABI_VERSION 4
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)

@@ -261,7 +261,7 @@ def test_buckets_that_ranks_define_differently_are_a_mismatch_on_all_of_them():
 
         init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
         group = dist.group.WORLD
-        arena = group.engine.open_arena(group.get_group_store(), 4096, 2)
+        arena = group.engine.open_arena(4096, 2)
         arena.define(0, 0, 10 + (rank == 1), 10, 0)
         arena.define(1, 64, 10, 10, 0)
         arena.ready(0)

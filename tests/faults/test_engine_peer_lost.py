@@ -72,7 +72,7 @@ def test_death_while_a_bucket_waits():
         scenes.remember_threads()
         init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
         group = dist.distributed_c10d._get_default_group()
-        arena = group.engine.open_arena(group.get_group_store(), 4096, 1)
+        arena = group.engine.open_arena(4096, 1)
         arena.define(0, offset=0, count=100, dtype=10, op=0)
         arena.ready(0)
         arena.finish(0)

@@ -486,3 +486,89 @@ def compiled(rank, world):
         lambda: linear(4, 4, 4),
         wrap=lambda net: paceline.DistributedDataParallel(torch.compile(net, backend="aot_eager")),
     )
+
+
+class Spare(torch.nn.Module):
+    """One layer that forward does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.spare = linear(4, 4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def _gradient_before_the_output(rank, world):
+    """The loss reaches a parameter directly, before backward comes to an output of forward."""
+    join_group()
+
+    def loss(model, x):
+        net = getattr(model, "module", model)
+        return model(x).square().mean() + net.spare.weight.square().sum()
+
+    same_as_plain(rank, world, Spare, loss=loss)
+
+
+def test_a_gradient_that_arrives_before_the_output_is_reached(ranks):
+    ranks(2, _gradient_before_the_output)
+
+
+def _gradients_cleared_between(rank, world, set_to_none):
+    join_group()
+
+    def loss(model, x):
+        output = model(x)
+        model.zero_grad(set_to_none=set_to_none)
+        return output.square().mean()
+
+    same_as_plain(rank, world, lambda: linear(4, 5, 4), loss=loss)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_cleared_between_forward_and_backward(ranks, set_to_none):
+    ranks(2, _gradients_cleared_between, set_to_none)
+
+
+def _two_forwards_then_two_backwards(rank, world):
+    join_group()
+    torch.manual_seed(0)
+    net = linear(4, 5, 4)
+    plain = copy.deepcopy(net)
+    model = paceline.DistributedDataParallel(net)
+    for part, whole in batches(rank, world):
+        for one, x in ((model, part), (plain, whole)):
+            one.zero_grad()
+            first, second = one(x).square().mean(), one(x + 1).square().mean()
+            first.backward()
+            if one is plain:
+                kept = [p.grad.clone() for p in plain.parameters()]
+            else:
+                after_first = [p.grad.clone() for p in net.parameters()]
+            second.backward()
+        for mine, theirs in zip(after_first, kept, strict=True):
+            assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_second_backward_without_a_forward_of_its_own(ranks):
+    ranks(2, _two_forwards_then_two_backwards)
+
+
+def _bits_of_bucket_sizes(rank, world):
+    join_group()
+    found = []
+    for size in (None, 0.0001, 50):
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(linear(8, 16, 16, 4), bucket_cap_mb=size)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for part, _ in batches(rank, world, (3, 8)):
+            optimizer.zero_grad()
+            model(part).square().mean().backward()
+            optimizer.step()
+        found.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
+def test_sums_in_shared_memory_do_not_depend_on_the_bucket_size():
+    run_ranks(3, _bits_of_bucket_sizes, env={"BACKEND": "paceline"})

@@ -275,6 +275,7 @@ def test_dropping_the_wrapper_frees_the_module_of_its_hooks(world_of_one):
     net = torch.nn.Linear(3, 2)
     model = paceline.DistributedDataParallel(net)
     model._use_hook(None, lambda state, bucket: torch.futures.Future())  # one rank has hooks only for this
+    model(torch.ones(1, 3))  # installed by the first forward that may have a backward
     assert net.weight._post_accumulate_grad_hooks
     del model
     gc.collect()

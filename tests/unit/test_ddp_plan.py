@@ -7,7 +7,16 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 
-from paceline.ddp.plan import MIB, UNLIMITED, BucketLimits, GradientSpec, first_plan, plan_buckets, plan_order
+from paceline.ddp.plan import (
+    MIB,
+    UNLIMITED,
+    BucketLimits,
+    GradientSpec,
+    first_plan,
+    limit_for,
+    plan_buckets,
+    plan_order,
+)
 
 SPECS = st.lists(
     st.builds(
@@ -70,3 +79,11 @@ def test_order_is_a_permutation_with_the_silent_last(case):
 
 def test_a_parameter_that_arrived_twice_counts_when_it_was_complete():
     assert plan_order([0, 1, 0, 2], 4) == [1, 0, 2, 3]
+
+
+@given(st.floats(1e-9, 1.0), st.floats(1e6, 1e12))
+def test_a_measured_limit_is_a_power_of_two_in_bounds(seconds, rate):
+    limit = limit_for(seconds, rate)
+    assert limit & (limit - 1) == 0
+    assert MIB <= limit <= 64 * MIB
+    assert limit_for(seconds * 2, rate) >= limit

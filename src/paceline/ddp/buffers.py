@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 __all__ = ["BufferHook", "broadcast", "sync_buffers"]
@@ -53,26 +54,26 @@ def _pieces(tensors: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
 def _broadcast_piece(
     group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int, device: torch.device
 ) -> None:
-    is_source = dist.get_rank(group) == source
+    sections = _sections(tensors)
     with torch.no_grad():
-        if is_source:
-            flat = torch.cat([_bytes_of(tensor) for tensor in tensors])
-        else:
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-            flat = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        group.broadcast(flat, source).wait()
-        if is_source:
+        if dist.get_rank(group) == source:
+            flat = torch.cat([_flatten_dense_tensors(section).view(torch.uint8) for section in sections])
+            group.broadcast(flat, source).wait()
             return
-        start = 0
-        for tensor in tensors:
-            end = start + tensor.numel() * tensor.element_size()
-            # A dtype's alignment is not that of the bytes before it: copy out, then see it as what it is.
-            tensor.copy_(flat[start:end].clone().view(tensor.dtype).view(tensor.shape))
-            start = end
+        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in section) for section in sections]
+        flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        group.broadcast(flat, source).wait()
+        for section, part in zip(sections, flat.split(sizes), strict=True):
+            received = _unflatten_dense_tensors(part.view(section[0].dtype), section)
+            torch._foreach_copy_(section, list(received))
 
 
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+def _sections(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors of one dtype together, the widest first: then each section begins where its dtype may lie."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return sorted(by_dtype.values(), key=lambda section: -section[0].element_size())
 
 
 def sync_buffers(group: dist.ProcessGroup, buffers: Mapping[str, torch.Tensor], source: int) -> None:

@@ -79,13 +79,13 @@ class DriftWatch:
     """Every so many steps: have the replicas still the same weights? Names the first parameter that differs."""
 
     def __init__(self, transport: Transport, named: Sequence[tuple[str, torch.Tensor]], every: int) -> None:
-        self._transport, self._named, self._every = transport, named, every
+        self._transport, self._named, self.every = transport, named, every
         self._steps = 0
 
     def after_step(self) -> None:
         """Call after each exchange of gradients, on every rank."""
         self._steps += 1
-        if self._steps % self._every == 0:
+        if self._steps % self.every == 0:
             self.compare()
 
     def compare(self) -> None:

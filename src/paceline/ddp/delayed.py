@@ -33,10 +33,7 @@ class DelayedParameters:
         named: Sequence[tuple[str, torch.nn.Parameter]],
         trigger: torch.nn.Parameter | None,
         group: dist.ProcessGroup,
-        *,
-        everything: bool,
     ) -> DelayedParameters | None:
-        del everything
         return cls([one for _, one in named], trigger, group) if named and trigger is not None else None
 
     def prepare_gradients(self) -> None:

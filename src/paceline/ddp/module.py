@@ -7,7 +7,7 @@ import copy
 import logging
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -110,10 +110,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         delayed = list(delay_all_reduce_named_params or [])
         self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
         self.parameters_to_ignore.update(name for name, _ in delayed)
-        self._module_parameters = [
-            parameter for name, parameter in module.named_parameters() if name not in self.parameters_to_ignore
-        ]
-        self._refuse_parameters(module, bool(delayed))
+        named = list(module.named_parameters())
+        managed_names = [(name, one) for name, one in named if name not in self.parameters_to_ignore]
+        self._module_parameters = [parameter for _, parameter in managed_names]
+        self._refuse_parameters(named, bool(delayed))
         everything = self._module_parameters or [parameter for _, parameter in delayed]
         self.device = everything[0].device
         self.device_type = self.device.type
@@ -155,12 +155,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._is_plain = False  # nothing happens before or after forward but averaging; known at the first one
         self._buffer_futures: list[Any] = []
 
-        self._check_replicas(sync_now)
-        self._build_transport()
-        self._delayed = DelayedParameters.create(
-            delayed, param_to_hook_all_reduce, self.process_group, everything=not self._managed_parameters()
-        )
-        self._build_reducer()
+        self._check_replicas(managed_names, sync_now)
+        managed = self._managed_parameters(managed_names)
+        self._build_transport(managed)
+        self._delayed = DelayedParameters.create(delayed, param_to_hook_all_reduce, self.process_group)
+        self._build_reducer(managed)
         self._low_precision: LowPrecision | None = None
         if mixed_precision is not None:
             self._low_precision = LowPrecision(mixed_precision, self.module)
@@ -187,13 +186,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
             _pre_dp_module_transform(module)
 
-    def _refuse_parameters(self, module: torch.nn.Module, delayed: bool) -> None:
+    def _refuse_parameters(self, named: Sequence[tuple[str, torch.nn.Parameter]], delayed: bool) -> None:
         if not delayed and not any(parameter.requires_grad for parameter in self._module_parameters):
             raise ConfigError(
                 "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
                 "gradient."
             )
-        for name, parameter in module.named_parameters():
+        for name, parameter in named:
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ConfigError(
                     f"{name} has no shape yet: Modules with uninitialized parameters can't be used with "
@@ -233,14 +232,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
         return self.forward_sync_buffers
 
-    def _build_transport(self) -> None:
+    def _build_transport(self, managed: Sequence[Managed]) -> None:
         self._world: int = dist.get_world_size(self.process_group)
         self._transport: Transport | None = None
         if self._world > 1:
-            self._transport = self._new_transport()
+            self._transport = self._new_transport(managed)
 
-    def _new_transport(self, *, shared: bool = True) -> Transport:
-        managed = self._managed_parameters()
+    def _new_transport(self, managed: Sequence[Managed], *, shared: bool = True) -> Transport:
         transport: Transport
         if shared and managed and SharedTransport.serves(self.process_group, managed):
             assert isinstance(self.process_group, PacelineGroup)
@@ -251,16 +249,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         transport.divide_by_world = self.average == "ranks"
         return transport
 
-    def _check_replicas(self, with_buffers: bool) -> None:
+    def _check_replicas(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
         """Every rank has the same model; then every rank has rank 0's values."""
         if not self.init_sync or dist.get_world_size(self.process_group) == 1:
             return
         transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
-        parameters = [
-            (name, parameter)
-            for name, parameter in self.module.named_parameters()
-            if name not in self.parameters_to_ignore
-        ]
         buffers = self._named_buffers()
         check_same_model(transport, describe(parameters, buffers.items() if with_buffers else ()))
         tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
@@ -269,7 +262,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {name: one for name, one in self.module.named_buffers() if name not in self.parameters_to_ignore}
 
-    def _managed_parameters(self) -> list[Managed]:
+    def _managed_parameters(self, named: Iterable[tuple[str, torch.nn.Parameter]] | None = None) -> list[Managed]:
         """Parameters that require a gradient, each once, by the first name it has."""
         sparse = {
             id(one.weight)
@@ -278,12 +271,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         }
         return [
             Managed(name, parameter, id(parameter) in sparse)
-            for name, parameter in self.module.named_parameters()
+            for name, parameter in named or self.module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
 
-    def _build_reducer(self) -> None:
-        managed = self._managed_parameters()
+    def _build_reducer(self, managed: Sequence[Managed]) -> None:
         self._frozen = [one for one in self._module_parameters if not one.requires_grad]
         self.modules_buffers = list(self._named_buffers().values())
         self.reducer = Reducer(
@@ -304,11 +296,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         """Parameters that were frozen when the buckets were planned need a gradient now: plan anew, on every rank."""
         hook = self.reducer.hook
         self.reducer.remove_hooks()
+        managed = self._managed_parameters()
         if self._transport is not None:
-            managed = [(one.name, one.parameter) for one in self._managed_parameters()]
-            check_same_model(self._transport, describe(managed, ()))
-            self._transport = self._new_transport(shared=hook is None)
-        self._build_reducer()
+            check_same_model(self._transport, describe([(one.name, one.parameter) for one in managed], ()))
+            self._transport = self._new_transport(managed, shared=hook is None)
+        self._build_reducer(managed)
         self.reducer.hook = hook
 
     def _watch_replicas(self, managed: Sequence[Managed]) -> None:
@@ -319,6 +311,16 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if every and self._transport is not None and managed:
             self._drift = DriftWatch(self._transport, [(one.name, one.parameter) for one in managed], every)
             self.reducer.after_step.append(self._drift.after_step)
+
+    @property
+    def compares_replicas_every(self) -> int:
+        """How many steps pass between two looks at whether the replicas are still equal; 0: none is taken."""
+        return 0 if self._drift is None else self._drift.every
+
+    def compare_replicas(self) -> None:
+        """Look now, on every rank, whether the replicas are equal; raises `MismatchError` if they drifted apart."""
+        if self._drift is not None:
+            self._drift.compare()
 
     def _use_low_precision(self) -> None:
         assert self._low_precision is not None
@@ -635,8 +637,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _use_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         if not isinstance(self._transport, GroupTransport):  # one rank, or shared memory: the hook decides instead
             self.reducer.remove_hooks()
-            self._transport = self._new_transport(shared=False)
-            self._build_reducer()
+            managed = self._managed_parameters()
+            self._transport = self._new_transport(managed, shared=False)
+            self._build_reducer(managed)
         self.reducer.hook = CommHook(state, hook)
         if self._check_every is None and self._drift is not None:
             self.reducer.after_step.remove(self._drift.after_step)  # local SGD and the like keep replicas apart
@@ -735,8 +738,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.process_group = new_process_group
         hook = self.reducer.hook
         self.reducer.remove_hooks()
-        self._build_transport()
-        self._build_reducer()
+        managed = self._managed_parameters()
+        self._build_transport(managed)
+        self._build_reducer(managed)
         self.reducer.hook = hook
 
     @property
@@ -782,8 +786,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = _default_group()
         self._delayed = None
-        self._build_transport()
-        self._build_reducer()
+        managed = self._managed_parameters()
+        self._build_transport(managed)
+        self._build_reducer(managed)
         for hook, hook_state in self._comm_hooks:
             self._use_hook(hook_state, hook)
         if self._low_precision is not None:

@@ -114,7 +114,7 @@ class _EndOfBackward:
 class Reducer:
     """Averages the gradients of one model over the ranks of one group, or only weighs them if there is one rank."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - the state of a step, one line each
         self,
         managed: Sequence[Managed],
         transport: Transport | None,
@@ -164,6 +164,7 @@ class Reducer:
         self._silent: set[int] = set()  # reached by backward, but without a gradient
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._itself = weakref.ref(self)
+        self._hooks_missing = False
         self._sees_all = True  # every parameter has a hook
         self._keeps_graph = False  # backward(create_graph=True): gradients have a history
         self._scaling: list[Any] = []
@@ -204,7 +205,8 @@ class Reducer:
                 self.buckets.append(DenseBucket(index, members, parameters, allocate, dtype, fill))
         self.plan = plan
         self._name_buckets()
-        self._install_hooks()
+        self.unhooked = [one for bucket in self.buckets for one in bucket.parameters if not one.requires_grad]
+        self._hooks_missing = True  # until a forward that may have a backward: wrapping for inference costs none
 
     def _name_buckets(self) -> None:
         assert self.transport is not None
@@ -219,10 +221,10 @@ class Reducer:
 
     def _install_hooks(self) -> None:
         """A hook on every parameter; later, where only the end of backward counts, on few (see _needs_hook)."""
+        self._hooks_missing = False
         for bucket in self.buckets:
             for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
                 if not parameter.requires_grad:
-                    self.unhooked.append(parameter)
                     continue  # frozen since: it counts as unused until the next plan
                 if self._sees_all or self._needs_hook(bucket, position):
                     hook = self._gradient_hook(bucket, position, index, parameter)
@@ -293,6 +295,7 @@ class Reducer:
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
+        self._hooks_missing = False
         _remove_all(self._handles)
 
     def follow_plan(self) -> bool:
@@ -311,6 +314,8 @@ class Reducer:
 
     def watch(self, tensors: Sequence[torch.Tensor], count: float, sync: bool) -> None:
         """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
+        if self._hooks_missing:
+            self._install_hooks()
         if self._mode is _Mode.IDLE:
             self._forget_arrivals()
         one = ForwardPass(count, sync)

@@ -43,9 +43,7 @@ class SharedTransport(Transport):
         sizes = [one.parameter.numel() * max(one.parameter.element_size(), 4) for one in managed]
         room = sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
         # Two plans: the first, and the one made from the order in which gradients arrive.
-        self._arena = BucketArena.open(
-            group.engine.comm, group.get_group_store(), bytes_per_rank=room, buckets=1 + 2 * len(sizes) + 2
-        )
+        self._arena = BucketArena.open(group.engine.comm, bytes_per_rank=room, buckets=1 + 2 * len(sizes) + 2)
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._defined = 1
@@ -54,7 +52,7 @@ class SharedTransport(Transport):
         self._arrived = True
         self._weighing: tuple[bool, bool] | None = None
         self._own = Signal(Call.ANSWER)
-        self._own_row: Sequence[float] = []
+        self._own_row: list[float] = []
         self._note = self._last = 0
         self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
 
@@ -99,7 +97,7 @@ class SharedTransport(Transport):
         self._note, done = self._arena.exchange(row, _SIGNALS, number)
         self._last, self._arrived = self._note, True
         if not done:
-            self._own_row = row
+            self._own_row = list(row)
             self._own = Signal.unpack(row)
             self._began = self._read(self._note)
             self._in_flight.append((bucket.index, number))

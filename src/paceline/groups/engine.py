@@ -305,9 +305,9 @@ class HostEngine:
         return _MessageTicket(self.comm, message, tensor)
 
     # --- buckets -----------------------------------------------------------------------------------
-    def open_arena(self, store: Any, bytes_per_rank: int, buckets: int) -> BucketArena:
+    def open_arena(self, bytes_per_rank: int, buckets: int) -> BucketArena:
         """Shared memory in which this group's gradients can lie; the same call on all ranks."""
-        return BucketArena.open(self.comm, store, bytes_per_rank, buckets)
+        return BucketArena.open(self.comm, bytes_per_rank, buckets)
 
     # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:

@@ -1,6 +1,6 @@
 """Buckets: buffers that lie in shared memory and are reduced where they lie. Whoever has time does the sums.
 
-    arena = BucketArena.open(comm, store, bytes_per_rank=..., buckets=2)
+    arena = BucketArena.open(comm, bytes_per_rank=..., buckets=2)
     arena.define(0, offset=0, count=1000, dtype=FLOAT32, op=SUM)      # the same on all ranks
     ...                                                               # fill arena.buffer[0:4000]
     arena.ready(0)                                                    # never blocks
@@ -13,7 +13,6 @@ rank, and may be written again at once.
 from __future__ import annotations
 
 import ctypes as C
-import itertools
 import os
 import weakref
 from array import array
@@ -24,14 +23,13 @@ from paceline.errors import ConfigError, NativeError
 from paceline.shm import native
 from paceline.shm.communicator import Communicator
 from paceline.shm.native import Kind, Status
-from paceline.shm.rendezvous import Store, shared_descriptor
+from paceline.shm.rendezvous import agreed_descriptor
 
 __all__ = ["NOTE_NUMBERS", "BucketArena"]
 
 NOTE_NUMBERS = 8
 _LONG_COPY_BYTES = 1024 * 1024
-
-_arena_numbers: weakref.WeakKeyDictionary[Communicator, itertools.count[int]] = weakref.WeakKeyDictionary()
+_INT64, _SUM = 7, 0  # plc_dtype, plc_op
 
 
 class BucketArena:
@@ -60,24 +58,23 @@ class BucketArena:
         self._number = C.c_uint32()
 
     @classmethod
-    def open(cls, comm: Communicator, store: Store, bytes_per_rank: int, buckets: int) -> BucketArena:
+    def open(cls, comm: Communicator, bytes_per_rank: int, buckets: int) -> BucketArena:
         """Make an arena together with all ranks of this host. Fails on all of them if memory is short on one."""
         if bytes_per_rank <= 0 or buckets <= 0:
             raise ConfigError(f"an arena needs room and buckets, got {bytes_per_rank} bytes and {buckets} buckets")
         core = native.library()
-        number = next(_arena_numbers.setdefault(comm, itertools.count()))
-        total = core.plc_arena_bytes(comm.size, bytes_per_rank, buckets)
-
-        def prepare(descriptor: int, nonce: tuple[int, int]) -> None:
-            _reserve(descriptor, total)
-
+        nbytes = core.plc_arena_bytes(comm.size, bytes_per_rank, buckets)
         handle = C.c_void_p()
-        ranks = comm.names
-        here = shared_descriptor(store, f"arena{number}", ranks[comm.rank], ranks, prepare, comm.timeout, comm.pids)
-        with here as (descriptor, _):
-            status = core.plc_arena_open(comm.handle, descriptor, None, bytes_per_rank, buckets, C.byref(handle))
+
+        def total(numbers: Sequence[int]) -> Sequence[int]:
+            found = array("q", numbers)
+            comm.allreduce(found.buffer_info()[0], len(found), _INT64, _SUM)
+            return found
+
+        with agreed_descriptor(total, comm.rank, comm.size, lambda descriptor: _reserve(descriptor, nbytes)) as shared:
+            status = core.plc_arena_open(comm.handle, shared, None, bytes_per_rank, buckets, C.byref(handle))
             if status != Status.OK:
-                raise NativeError(f"could not map {total} bytes of shared memory: {os.strerror(C.get_errno())}")
+                raise NativeError(f"could not map {nbytes} bytes of shared memory: {os.strerror(C.get_errno())}")
         return cls(comm, handle, bytes_per_rank, buckets)
 
     def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:

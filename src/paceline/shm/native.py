@@ -31,7 +31,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent

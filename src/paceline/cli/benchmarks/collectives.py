@@ -203,7 +203,7 @@ def _in_place_turn(size: int, rank: int, wanted: float) -> _Turn:
     import torch.distributed as dist
 
     group: Any = dist.group.WORLD
-    arena = group.engine.open_arena(group.get_group_store(), size, 1)
+    arena = group.engine.open_arena(size, 1)
     arena.define(0, 0, size // 4, 10, 0)
     data = torch.frombuffer(arena.buffer, dtype=torch.float32)
 

@@ -12,6 +12,7 @@ import json
 import os
 import statistics
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,7 @@ def run(options: argparse.Namespace) -> int:
         start_processes(_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
         with open(result) as file:
             found = json.load(file)
+    found["peak_memory"] = _peak_memory(options.ranks)
     _print(found, options.ranks)
     if options.json:
         with open(options.json, "w") as file:
@@ -84,6 +86,7 @@ def _rank(rank: int, world: int, names: list[str], rounds: int, directory: str, 
     for name in names:
         found["models"][name] = _measure(cases()[name], shared, rounds)
     found["construction"] = _construction(shared, rounds)
+    found["digest"] = _digest_cost(shared)
     if rank == 0:
         with open(result, "w") as file:
             json.dump(found, file)
@@ -193,6 +196,102 @@ def _construction(shared: Any, rounds: int) -> dict[str, float]:
     return best
 
 
+def _digest_cost(shared: Any) -> dict[str, float]:
+    """What looking for drifted replicas adds to a step, as a share of it: one look, spread over the steps between."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    shares = {}
+    for name in ("mlp-64", "mlp-100-layers", "mlp-17m"):
+        case = cases()[name]
+        model = paceline.DistributedDataParallel(case.build(), process_group=shared)
+        step = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
+        for _ in range(4):
+            step()
+        look, training = float("inf"), float("inf")
+        for _ in range(5):
+            dist.barrier()
+            training = min(training, _mean_step(step, case.steps))
+            dist.barrier()
+            look = min(look, _mean_step(model.compare_replicas, 1))
+        shares[name] = look / model.compares_replicas_every / training
+    return shares
+
+
+_MEMORY_WAYS = ("paceline", "torch")
+
+
+def _peak_memory(ranks: int) -> dict[str, float]:
+    """Peak of one rank's memory while it trains the 17 M-parameter model, in MiB, each way in processes of its own."""
+    from torch.multiprocessing.spawn import start_processes
+
+    found = {}
+    for way in _MEMORY_WAYS:
+        with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+            start_processes(_memory_rank, args=(ranks, way, directory), nprocs=ranks, start_method="spawn")
+            with open(os.path.join(directory, "peak")) as file:
+                found[way] = float(file.read())
+    return found
+
+
+def _memory_rank(rank: int, world: int, way: str, directory: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    torch.set_num_threads(1)
+    backend = "paceline" if way == "paceline" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world)
+    case = cases()["mlp-17m"]
+    model: Any = case.build()
+    if way == "paceline":
+        model = paceline.DistributedDataParallel(model)
+    else:
+        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    step = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
+    before = _resident_mib()
+    peak = _Peak()
+    for _ in range(6):
+        step()
+    highest = torch.tensor([peak.stop() - before])
+    dist.all_reduce(highest, op=dist.ReduceOp.MAX)
+    if rank == 0:
+        with open(os.path.join(directory, "peak"), "w") as file:
+            file.write(str(float(highest) + before))
+    dist.destroy_process_group()
+
+
+class _Peak:
+    """The highest memory a process held: its own pages, and its share of those it shares with other ranks."""
+
+    def __init__(self) -> None:
+        self._highest = _resident_mib()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(0.002):
+            self._highest = max(self._highest, _resident_mib())
+
+    def stop(self) -> float:
+        self._stopped.set()
+        self._thread.join()
+        return self._highest
+
+
+def _resident_mib() -> float:
+    """Proportional set size: a page of two processes counts half in each."""
+    with open("/proc/self/smaps_rollup") as file:
+        for line in file:
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) / 1024
+    raise RuntimeError("the kernel does not tell how much memory a process has")
+
+
 # ---------------------------------------------------------------------------------------------- the report
 
 
@@ -243,6 +342,13 @@ def _print(found: dict[str, Any], ranks: int) -> None:
         f"wrapping 1,000 parameters: paceline {construction['paceline']:.1f} ms, torch {construction['torch']:.1f} ms; "
         f"world of one: {found['world_of_one']:.3f} of a plain step"
     )
+    memory = found["peak_memory"]
+    console.print(
+        f"peak memory of a rank, 17 M parameters: paceline {memory['paceline']:.0f} MiB, torch (view) "
+        f"{memory['torch']:.0f} MiB"
+    )
+    shares = ", ".join(f"{name} {share:.2%}" for name, share in found["digest"].items())
+    console.print(f"comparing the replicas, share of all steps: {shares}")
 
 
 def _plot(found: dict[str, Any], path: str) -> None:
