@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import textwrap
@@ -80,7 +81,7 @@ def launched(command: list[str], env: dict[str, str] | None = None, **options: o
     environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
     environ = {**environ, "PYTHONWARNINGS": "error", **(env or {}), _MARK: mark}
     streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    process = subprocess.Popen(command, env=environ, text=True, **streams)
+    process = subprocess.Popen(command, env=environ, text=True, preexec_fn=_hear_signals, **streams)
     job = Launched(process, mark)
     try:
         yield job
@@ -94,6 +95,12 @@ def launched(command: list[str], env: dict[str, str] | None = None, **options: o
             if stream is not None:
                 stream.close()
         process.wait()
+
+
+def _hear_signals() -> None:
+    """Tests run by `nohup` or in the background of a script ignore these, and would pass that on."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 def wait_for_files(*paths: pathlib.Path, timeout: float = 60.0) -> None:
