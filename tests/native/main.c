@@ -10,10 +10,11 @@ typedef struct {
 static const scenario scenarios[] = {
     SCENARIO(collectives),       SCENARIO(direct),
     SCENARIO(submissions),        SCENARIO(messages),
-    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(two_groups),         SCENARIO(mismatch),
+    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(whole_steps),
+    SCENARIO(two_groups),        SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
     SCENARIO(late_bucket),       SCENARIO(mismatched_buckets), SCENARIO(abort_in_the_rings), SCENARIO(callers),
-          SCENARIO(dead_rank),          SCENARIO(leave_early),
+    SCENARIO(dead_rank),          SCENARIO(leave_early),
     SCENARIO(leave_under_own_threads), SCENARIO(wrong_arguments), SCENARIO(tags_out_of_order),
     SCENARIO(last_words),        SCENARIO(receive_given_up),   SCENARIO(wrong_size),
 };

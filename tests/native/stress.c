@@ -428,6 +428,45 @@ static void weigh_buckets(seat *at) {
 
 void weighted_buckets(uint64_t seed) { in_worlds_with_arena(weigh_buckets, seed); }
 
+/* A whole step in two calls: pieces of private memory move in, then note, bucket and signal at once. Every third step the
+ * ranks' notes differ, and the bucket is finished by a call of its own. */
+static void take_whole_steps(seat *at) {
+    enum { PIECES = 3, ELEMENTS = 45000, BUCKET = 0, SIGNALS = 1, OFFSET = 64 };
+    static const uint64_t bytes[PIECES] = {8, 8 * 2499, 8 * 42500};
+    plc_arena *arena;
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, at->in->shared, 8 * 50000, BUCKETS, &arena));
+    CHECK_STATUS(PLC_OK, plc_bucket_define(arena, BUCKET, OFFSET, ELEMENTS, PLC_F64, PLC_SUM));
+    CHECK_STATUS(PLC_OK, plc_bucket_define(arena, SIGNALS, 0, 0, PLC_F64, PLC_SUM));
+    double *held = malloc(8 * ELEMENTS), *mine = (double *)((char *)plc_arena_region(arena, at->rank) + OFFSET);
+    CHECK(held != NULL, "malloc: errno %d", errno);
+    uint64_t addresses[PIECES], moved = 0;
+    for (int p = 0; p < PIECES; p++) addresses[p] = (uint64_t)(uintptr_t)held + moved, moved += bytes[p];
+    addresses[0] = (uint64_t)(uintptr_t)mine; /* lies there already */
+    for (int use = 0; use < 25; use++) {
+        uint64_t seed = next_random(&at->seed);
+        bool differs = use % 3 == 2;
+        double note[PLC_NOTE_NUMBERS] = {0, differs ? 1.0 + at->rank : 1.0, 1, 1};
+        uint32_t number;
+        for (uint64_t i = 0; i < ELEMENTS; i++) held[i] = (double)value(seed, at->rank, i);
+        mine[0] = held[0];
+        maybe_nap(at);
+        CHECK_STATUS(PLC_OK, plc_arena_fill(arena, OFFSET, PIECES, addresses, bytes));
+        CHECK_STATUS(differs ? PLC_PENDING : PLC_OK, plc_arena_step(arena, note, SIGNALS, BUCKET, -1, &number));
+        if (differs) CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, BUCKET, -1));
+        for (uint64_t i = 0; i < ELEMENTS; i++) {
+            double expected = 0;
+            for (uint32_t r = 0; r < at->ranks; r++) expected += (double)value(seed, r, i);
+            CHECK(mine[i] == expected, "use %d, element %lu: %g instead of %g", use, (unsigned long)i, mine[i], expected);
+        }
+    }
+    CHECK_STATUS(PLC_INVALID, plc_arena_fill(arena, 8 * 50000 - 8, PIECES, addresses, bytes)); /* does not fit */
+    CHECK_STATUS(PLC_INVALID, plc_arena_fill(arena, UINT64_MAX - 7, 1, addresses, bytes));
+    free(held);
+    plc_arena_close(arena);
+}
+
+void whole_steps(uint64_t seed) { in_worlds_with_arena(take_whole_steps, seed); }
+
 /* --- everything at once: two communicators of the same ranks, used from two threads each ---------------------------- */
 static void *collectives_in_a_thread(void *argument) {
     random_collectives(argument);

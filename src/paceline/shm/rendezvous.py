@@ -184,18 +184,13 @@ def shared_descriptor(
     try:
         if rank == leader:
             nonce = (secrets.randbits(63), secrets.randbits(63))
-            created = os.memfd_create("paceline", os.MFD_CLOEXEC)
-            os.fchmod(created, 0o600)
+            created = _anonymous_file()
             prepare(created, nonce)
             store.set(f"{topic}/segment", f"{os.getpid()} {created} {nonce[0]} {nonce[1]}")
         _wait_for_segment(store, topic, rank, leader, timeout, pids or {})
         pid, number, first, second = map(int, store.get(f"{topic}/segment").split())
-        with _told_to_all(store, topic, rank, ranks, timeout, pids):
-            descriptor = os.dup(created) if rank == leader else open_peer_descriptor(pid, number)
-            try:
-                yield descriptor, (first, second)
-            finally:
-                os.close(descriptor)
+        with _told_to_all(store, topic, rank, ranks, timeout, pids), _held(created, pid, number) as descriptor:
+            yield descriptor, (first, second)
     finally:
         if created >= 0:
             os.close(created)
@@ -208,8 +203,7 @@ def agreed_descriptor(total: Total, rank: int, size: int, prepare: Callable[[int
     refused: Exception | None = None
     try:
         if rank == 0:
-            created = os.memfd_create("paceline", os.MFD_CLOEXEC)
-            os.fchmod(created, 0o600)
+            created = _anonymous_file()
             try:
                 prepare(created)
             except Exception as error:  # told to all below
@@ -218,15 +212,27 @@ def agreed_descriptor(total: Total, rank: int, size: int, prepare: Callable[[int
         pid, number = total([os.getpid() if mine else 0, created if mine else 0])
         if pid == 0:
             raise refused or NativeError("the first rank of this host could not make shared memory; its error says why")
-        with _summed_up(total, rank, size):
-            descriptor = os.dup(created) if rank == 0 else open_peer_descriptor(pid, number)
-            try:
-                yield descriptor
-            finally:
-                os.close(descriptor)
+        with _summed_up(total, rank, size), _held(created, pid, number) as descriptor:
+            yield descriptor
     finally:
         if created >= 0:
             os.close(created)
+
+
+def _anonymous_file() -> int:
+    created = os.memfd_create("paceline", os.MFD_CLOEXEC)
+    os.fchmod(created, 0o600)
+    return created
+
+
+@contextlib.contextmanager
+def _held(created: int, pid: int, number: int) -> Iterator[int]:
+    """The file this rank has created (-1: none), or else the one that process `pid` holds as `number`."""
+    descriptor = os.dup(created) if created >= 0 else open_peer_descriptor(pid, number)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 @contextlib.contextmanager
