@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.cli.benchmarks.charts import pyplot
 from paceline.cli.benchmarks.simulated_hosts import enter, simulated_hosts
 from paceline.errors import ConfigError, PacelineError
 
@@ -67,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
+    plt = pyplot() if options.plot else None
     sizes = [size for size in _SIZES if size <= options.max_bytes]
     report = []
     hosts, per_host = _placement(options.hosts)
@@ -87,8 +89,8 @@ def run(options: argparse.Namespace) -> int:
         ]
     if options.json:
         pathlib.Path(options.json).write_text(json.dumps({"machine": _machine(), "all_reduce": report}, indent=1))
-    if options.plot:
-        _plot(report, options.plot)
+    if plt is not None:
+        _plot(report, options.plot, plt)
     return 0
 
 
@@ -351,23 +353,16 @@ def _time(seconds: float) -> str:
     return f"{seconds * 1e6:,.1f} us" if seconds < 1e-3 else f"{seconds * 1e3:,.2f} ms"
 
 
-def _plot(report: list[dict[str, Any]], file: str) -> None:
-    try:
-        import matplotlib as mpl
-    except ImportError:
-        raise PacelineError("--plot needs matplotlib: pip install matplotlib") from None
-    mpl.use("Agg")
-    from matplotlib import pyplot
-
+def _plot(report: list[dict[str, Any]], file: str, plt: Any) -> None:
     for ranks in sorted({entry["ranks"] for entry in report}):
         for name in (_PACELINE, _CORE, _GLOO, _MPI, _IN_PLACE):
             rows = [e for e in report if e["ranks"] == ranks and e["contestant"] == name]
             if rows:
                 label = f"{name}, {ranks} ranks"
-                pyplot.plot([e["bytes"] for e in rows], [e["min_s"] * 1e6 for e in rows], marker="o", label=label)
-    pyplot.xscale("log", base=2)
-    pyplot.yscale("log")
-    pyplot.xlabel("bytes")
-    pyplot.ylabel("microseconds")
-    pyplot.legend()
-    pyplot.savefig(file)
+                plt.plot([e["bytes"] for e in rows], [e["min_s"] * 1e6 for e in rows], marker="o", label=label)
+    plt.xscale("log", base=2)
+    plt.yscale("log")
+    plt.xlabel("bytes")
+    plt.ylabel("microseconds")
+    plt.legend()
+    plt.savefig(file)

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from paceline.cli.benchmarks.charts import pyplot
 from paceline.cli.benchmarks.models import Case, cases
 
 __all__ = ["add_arguments", "run"]
@@ -50,6 +51,7 @@ def run(options: argparse.Namespace) -> int:
     unknown = [name for name in names if name not in _BARS]
     if unknown:
         raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_BARS)}")
+    plt = pyplot() if options.plot else None
 
     from torch.multiprocessing.spawn import start_processes
 
@@ -64,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         with open(options.json, "w") as file:
             json.dump(found, file, indent=1)
-    if options.plot:
-        _plot(found, options.plot)
+    if plt is not None:
+        _plot(found, options.plot, plt)
     return 0
 
 
@@ -351,9 +353,7 @@ def _print(found: dict[str, Any], ranks: int) -> None:
     console.print(f"comparing the replicas, share of all steps: {shares}")
 
 
-def _plot(found: dict[str, Any], path: str) -> None:
-    import matplotlib.pyplot as plt
-
+def _plot(found: dict[str, Any], path: str, plt: Any) -> None:
     rows = _summary(found)
     figure, axes = plt.subplots(figsize=(8, 4))
     axes.bar([row["model"] for row in rows], [row["faster"] for row in rows])
