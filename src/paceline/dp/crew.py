@@ -13,7 +13,6 @@ import select
 import signal
 import sys
 import threading
-import time
 import warnings
 import weakref
 from collections.abc import Callable
@@ -191,6 +190,5 @@ def _live_as_worker(serve: Callable[[], None], main: int, watched: int, from_mai
 
 
 def _end_with(pidfd: int) -> None:
-    while not select.select([pidfd], [], [], 60.0)[0]:
-        time.sleep(0)
+    select.select([pidfd], [], [])
     os._exit(1)
