@@ -18,6 +18,7 @@ _THEIR_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_T
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _MMAP_THRESHOLD = 32 * 1024 * 1024  # the most that glibc takes; it gets there by itself, but not once the other is set
 _SHARE = 4  # of the memory of the host, all its ranks together
+_LEAST = 64 * 1024 * 1024  # glibc keeps about as much by itself
 
 _kept = 0
 
@@ -32,7 +33,7 @@ def keep_freed_memory(processes: int) -> bool:
         return False
     limit = _memory_of_host() // (_SHARE * max(processes, 1))
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if set_option is None or limit <= 0:
+    if set_option is None or limit < _LEAST:
         return False
     if limit > _kept:
         size = min(limit, 2**31 - 1)  # the argument is an int

@@ -353,7 +353,7 @@ class LoneBucket(DenseBucket):
 
     def __init__(self, index: int, member: int, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
         super().__init__(index, [member], [parameter], _no_memory, dtype)
-        self._strides = _strides_of(parameter)
+        self._strides, self._is_contiguous = _strides_of(parameter), parameter.is_contiguous()
         self._data: torch.Tensor | None = None
 
     def prepare(self) -> None:
@@ -389,7 +389,9 @@ class LoneBucket(DenseBucket):
             not gradient.is_sparse
             and not gradient.requires_grad
             and gradient.dtype is self.dtype
-            and (gradient.stride() == self._strides or (gradient.is_contiguous() and self.parameters[0].is_contiguous()))
+            and (
+                gradient.stride() == self._strides or (gradient.is_contiguous() and self.parameters[0].is_contiguous())
+            )
             and _storage_references(gradient) <= _OWN_STORAGE_REFERENCES
         )
 

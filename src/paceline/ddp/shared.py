@@ -32,7 +32,7 @@ _ALIGNMENT = 64
 _SIGNALS = 0  # the bucket that carries no data: all have written their signal
 _SUM, _AVERAGE = 0, 1
 _TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
-_IN_PLACE_FROM_BYTES = 4 * 1024 * 1024
+_IN_PLACE_FROM_BYTES = 2 * 1024 * 1024
 _IN_PLACE_UP_TO_RANKS = 16  # beyond, a rank's part of what travels at once becomes short
 _RING_BYTES = 1024 * 1024  # of every rank; what travels at once stays in a second-level cache
 
