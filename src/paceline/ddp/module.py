@@ -154,7 +154,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._comm_hooks: list[tuple[Any, Any]] = []
         self._ddp_sink_clone = True
         self._lazy_init_ran = False
-        self._is_plain = False  # nothing happens before or after forward but averaging; known at the first one
+        self._is_transparent = False  # one rank, and nothing happens before or after forward; known at the first one
         self._buffer_futures: list[Any] = []
 
         self._check_replicas(managed_names, sync_now)
@@ -345,24 +345,17 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     # ------------------------------------------------------------------------------------------ forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self._is_transparent():
+        # One rank, nothing to weigh, nobody looking: a forward is that of the module, at no cost.
+        if (
+            self._is_transparent
+            and self.require_backward_grad_sync
+            and not (self.reducer.window.open or recorder.watched or _profiler_enabled())
+        ):
             return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # there is a module
         if _profiler_enabled():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
-
-    def _is_transparent(self) -> bool:
-        """One rank, nothing to weigh, nobody looking: a forward is that of the module, at no cost."""
-        return (
-            self._transport is None
-            and self._is_plain
-            and self.require_backward_grad_sync
-            and not self.reducer.window.open
-            and not recorder.shared
-            and recorder.trace is None
-            and not _profiler_enabled()
-        )
 
     def _forward(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         before = recorder.current
@@ -447,9 +440,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
-        self._is_plain = not (
-            self.device_ids or self._low_precision or self._delayed or self._buffer_hook or self._frozen
-        )
+        busy = self.device_ids or self._low_precision or self._delayed or self._buffer_hook or self._frozen
+        self._is_transparent = self._transport is None and not busy
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters):
             self._step_in_backward()
 
@@ -622,7 +614,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise TypeError(f"hook must be callable, got {type(hook).__name__}")
         after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
         self._buffer_hook = BufferHook(hook, state, after)
-        self._is_plain = False
+        self._is_transparent = False
 
     # ------------------------------------------------------------------------------------------ hooks
 

@@ -33,7 +33,7 @@ NOTHING = Contribution()
 class SampleWindow:
     """Counts the samples of the micro-batches since the last exchange."""
 
-    __slots__ = ("_micro_batches", "_reference", "_total")
+    __slots__ = ("_micro_batches", "_reference", "_total", "open")
 
     def __init__(self) -> None:
         self.clear()
@@ -42,20 +42,18 @@ class SampleWindow:
         self._reference = 0.0
         self._total = 0.0
         self._micro_batches = 0
+        self.open = False  # there are some; no property, it is asked before every forward
 
     def add(self, count: float) -> float:
         """Enter one micro-batch; returns the factor its gradients take before they are accumulated."""
         self._micro_batches += 1
+        self.open = True
         self._total += count
         if count == 0:
             return 0.0
         if self._reference == 0:
             self._reference = float(count)
         return count / self._reference
-
-    @property
-    def open(self) -> bool:
-        return self._micro_batches > 0
 
     def contribution(self) -> Contribution:
         return Contribution(self._reference, self._total, self._micro_batches)

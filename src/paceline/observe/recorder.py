@@ -50,6 +50,7 @@ class Recorder:
         self.page = PageMemory()
         self._words = self.page.words  # the page's own: one look-up less in every note
         self.trace: TraceWriter | None = None
+        self.watched = False  # somebody may see the page, or there is a trace; no property, it is asked in every step
         self.job = ""
         self._phase = int(Phase.STARTING)
         self._since = _clock()
@@ -204,6 +205,7 @@ class Recorder:
             self.page.share()
             self._words = self.page.words
             self._words[Word.STACKS_FD] = stacks.register()
+            self.watched = True
         self.job = job
         self.page.identify(job=job, script=script_name(), rank=rank, world=world)
         self._sequence = self._words[_SEQUENCE]
@@ -214,6 +216,7 @@ class Recorder:
             self.page.unshare()
             self._words = self.page.words
             stacks.unregister()
+            self.watched = self.trace is not None
 
     # -- the trace -------------------------------------------------------------------------------------------------
 
@@ -221,12 +224,14 @@ class Recorder:
         """Record spans from now on."""
         self.stop_trace()
         self.trace = TraceWriter(directory, rank, world)
+        self.watched = True
         self._since = _clock()
 
     def stop_trace(self) -> None:
         if self.trace is not None:
             self._close_span(_clock())
             trace, self.trace = self.trace, None
+            self.watched = self.shared
             trace.close()
 
     def after_fork(self) -> None:
@@ -237,6 +242,7 @@ class Recorder:
             self._words = self.page.words
             os.close(descriptor)
         self.trace = None
+        self.watched = False
         self._depth = 0
         self._since = _clock()
         self._spent = _NOTHING_SPENT.copy()
