@@ -23,7 +23,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
 
-from paceline.errors import PeerLost
+from paceline.errors import PacelineError, PeerLost
 
 __all__ = [
     "Voice",
@@ -45,6 +45,9 @@ class Voice(Protocol):
 
     def say(self, text: str, *, leaving: bool) -> None:
         """Leave a text for the peers. `leaving`: those that wait for this rank need not wait any longer."""
+
+    def lost_peer(self) -> PeerLost | None:
+        """What a peer has said that this rank does not know yet, if anything."""
 
     def linger(self) -> None:
         """Called when this process is about to end: the text may need it a moment longer."""
@@ -118,6 +121,15 @@ def _say(text: str, leaving: bool) -> None:
             voice.say(text, leaving=leaving)
 
 
+def _blame_peers(error: RuntimeError) -> None:
+    """A collective of another kind of group says no more than that a connection was lost: add what the peer said."""
+    for voice in list(_hooks.voices):
+        with contextlib.suppress(Exception):
+            if (lost := voice.lost_peer()) is not None:
+                error.add_note(str(lost))
+                return
+
+
 def _linger() -> None:
     for voice in list(_hooks.voices):
         with contextlib.suppress(Exception):
@@ -161,6 +173,8 @@ class _Hooks:
 
     def on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         ends = _is_end_of_program()
+        if ends and isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
+            _blame_peers(error)
         tell_peers(error, leaving=ends)
         try:
             self.previous(kind, error, trace)

@@ -39,7 +39,7 @@ class Attempt:
     ) -> bool:
         self._reducer.defer_failure = False
         if error is None:
-            self.succeeded = True
+            self.succeeded = self._reducer.failures == self._failures  # an error may have been caught inside the block
             return False
         if not isinstance(error, Exception):
             self._reducer.abandon_step()

@@ -11,15 +11,18 @@ inside it. A parameter whose hook has not run by then is unused; nobody walks th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import itertools
+import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +30,7 @@ from torch.autograd import Variable
 
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket, State
 from paceline.ddp.comm_hooks import CommHook
+from paceline.ddp.passing_error import when_raised_in
 from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
 from paceline.ddp.samples import Contribution, SampleWindow, weight_of
 from paceline.ddp.signals import Call, Signal, common_call
@@ -108,7 +112,7 @@ class _EndOfBackward:
     def __del__(self) -> None:
         reducer = None if self._called else self._reducer()
         if reducer is not None:
-            reducer.backward_failed(self._number)
+            reducer.backward_failed(self._number, sys._getframe().f_back)
 
 
 class Reducer:
@@ -318,6 +322,8 @@ class Reducer:
             self._install_hooks()
         if self._mode is _Mode.IDLE:
             self._forget_arrivals()
+        elif torch._C._current_graph_task_id() < 0 and self._completion is not None:
+            self._tell_failed_backward(self._completion, None)  # a backward failed unseen: peers may wait for it
         one = ForwardPass(count, sync)
         reached = functools.partial(_reached, self._itself, one)
         hooked = False
@@ -831,17 +837,24 @@ class Reducer:
             signals = self.transport.finish()
         self._share_failure(signals)
 
-    def backward_failed(self, completion: int) -> None:
-        """Backward raised: the engine dropped our callback."""
+    def backward_failed(self, completion: int, caller: FrameType | None) -> None:
+        """Backward raised: the engine dropped our callback. `caller` is where the error will arrive."""
         if completion != self._completion:
             return
         self._remove_scaling()
         if self.defer_failure:
             return
-        if self._mode is _Mode.SYNCING:
-            self.fail(None, "backward")
-        else:
+        if self._mode is not _Mode.SYNCING:
             self.abandon_step()
+        elif caller is None:  # a thread of the engine: nobody shows us the error
+            self._tell_failed_backward(completion, None)
+        else:
+            when_raised_in(caller, functools.partial(self._tell_failed_backward, completion))
+
+    def _tell_failed_backward(self, completion: int, error: BaseException | None) -> None:
+        if completion == self._completion and not isinstance(error, KeyboardInterrupt | SystemExit):
+            with contextlib.suppress(PacelineError):  # the peers are gone: what is raised is the error at hand
+                self.fail(error, "backward")
 
     def meet(self, signal: Signal) -> list[Signal]:
         """Exchange signals outside backward. Raises if a peer has failed."""

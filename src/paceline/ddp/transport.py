@@ -29,7 +29,7 @@ from paceline.observe.status import Place
 
 __all__ = ["GroupTransport", "Transport"]
 
-_SLICE = timedelta(seconds=0.25)  # after which a rank that waits looks whether a peer has said why it does not come
+_SLICE = timedelta(seconds=0.5)  # after which a rank that waits looks whether a peer has said why it does not come
 _PATIENCE_S = 0.5  # the connection to a rank that fails may end before that rank has said why
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from paceline.errors import PeerLost
+from paceline.groups.engine import HostEngine
+from paceline.groups.process_group import PacelineGroup
 from paceline.last_words import keep_voice, peer_failed, shortened
 
 __all__ = ["StoreVoice", "voice_of"]
@@ -28,7 +31,8 @@ class StoreVoice:
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._served_here = rank == 0 and isinstance(_innermost(store), TCPStore)
+        origin = _innermost(store)
+        self._server = (origin.host, origin.port) if isinstance(origin, TCPStore) else None
         self._store = PrefixStore("paceline/last words", store)
         self._pid = os.getpid()
         self._said = False
@@ -40,13 +44,15 @@ class StoreVoice:
             _at_most(_LIMIT_S, lambda: self._tell(text))
 
     def _tell(self, text: str) -> None:
+        if not self._answers():
+            return
         number = self._store.add("spoken", 1)
         told = shortened(text, _LONGEST_TEXT).decode(errors="replace")
         self._store.set(str(number), f"{self._rank} {self._pid}\n{told}")
 
     def linger(self) -> None:
         """Rank 0 often serves the store: what it says is lost with it, so it lets the others read first."""
-        if self._said and self._served_here:
+        if self._said and self._rank == 0 and self._server is not None:
             _at_most(_LIMIT_S, self._wait_for_readers)
 
     def _wait_for_readers(self) -> None:
@@ -54,31 +60,43 @@ class StoreVoice:
         while self._store.add("heard", 0) < self._world - 1 and time.monotonic() < deadline:
             time.sleep(_LOOK_EVERY_S)
 
-    def hear(self) -> tuple[int, int, str] | None:
-        """The rank that failed first, its process and its error, if a peer has said something."""
-        if self._heard is None:
-            with contextlib.suppress(RuntimeError):  # the store is gone, and with it whatever was said
-                if self._store.check(["1"]):
-                    head, _, text = self._store.get("1").decode(errors="replace").partition("\n")
-                    rank, pid = map(int, head.split())
-                    self._heard = rank, pid, text
-                    self._store.add("heard", 1)
-        return None if self._heard is None or self._heard[0] == self._rank else self._heard
-
     def lost_peer(self, patience_s: float = 0.0) -> PeerLost | None:
         """The error to raise if a peer has failed; it may be about to say so."""
         deadline = time.monotonic() + patience_s
-        while (heard := self.hear()) is None and time.monotonic() < deadline:
+        while self._heard is None and self._answers():
+            self._hear()
+            if time.monotonic() >= deadline:
+                break
             time.sleep(_LOOK_EVERY_S)
-        return heard and peer_failed(*heard, f"while rank {self._rank} waited for it")
+        if self._heard is None or self._heard[0] == self._rank:
+            return None
+        return peer_failed(*self._heard, f"while rank {self._rank} waited for it")
+
+    def _hear(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it whatever was said
+            if self._store.check(["1"]):
+                head, _, text = self._store.get("1").decode(errors="replace").partition("\n")
+                rank, pid = map(int, head.split())
+                self._heard = rank, pid, text  # of the rank that failed first
+                self._store.add("heard", 1)
+
+    def _answers(self) -> bool:
+        """Whether there is a server to ask: torch's store prints pages on standard error when it is gone."""
+        if self._server is None:
+            return True
+        try:
+            socket.create_connection(self._server, timeout=_LIMIT_S).close()
+        except OSError:
+            return False
+        return True
 
 
 _voices: weakref.WeakKeyDictionary[Any, StoreVoice] = weakref.WeakKeyDictionary()
 
 
 def voice_of(group: dist.ProcessGroup) -> StoreVoice | None:
-    """The voice of a group, the same for all that ask; None if it has one rank or no store."""
-    if group.size() == 1:
+    """The voice of a group, the same for all that ask; None where shared memory serves, or there is no store."""
+    if group.size() == 1 or (isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine)):
         return None
     voice = _voices.get(group)
     if voice is None:

@@ -125,12 +125,11 @@ def _be_heard() -> None:
     """An error that ends this rank is told to the others. A group of ours sees to that itself."""
     import torch.distributed as dist
 
-    from paceline.groups import PacelineGroup
     from paceline.groups.store_voice import voice_of
 
     group = dist.group.WORLD
-    if group is not None and not isinstance(group, PacelineGroup):
-        voice_of(group)
+    assert group is not None
+    voice_of(group)
 
 
 def _given(env: RankEnv, world_size: int, rank: int) -> RankEnv:

@@ -167,6 +167,10 @@ class Communicator:
             data = shortened(text, _LONGEST_TEXT)
             self._say(self._handle, data, len(data), leaving)
 
+    def lost_peer(self) -> PeerLost | None:
+        """What a peer said is part of every error raised here."""
+        return None
+
     def linger(self) -> None:
         """The memory is the peers' as well: it needs nobody to stay."""
 
