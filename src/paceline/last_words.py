@@ -20,7 +20,7 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 from paceline.errors import PacelineError, PeerLost
@@ -202,7 +202,7 @@ def _is_end_of_program() -> bool:
     """Whether the interpreter calls the hook because the program ends - not a prompt, nor the program itself."""
     if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         return False
-    outermost = sys._getframe()
-    while outermost.f_back is not None:
-        outermost = outermost.f_back
-    return outermost.f_code.co_name != "<module>"
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "<module>":  # a program that runs has a frame of this name
+        frame = frame.f_back
+    return frame is None

@@ -204,6 +204,12 @@ class GroupTransport(Transport):
             if self._voice is None or (isinstance(error, PacelineError) and not _is_unexplained(error)):
                 raise
             lost = self._voice.lost_peer(_PATIENCE_S)
+            if lost is None and not isinstance(error, PacelineError) and _is_lost_connection(error):
+                lost = PeerLost(
+                    f"a peer ended, or its connection was lost, while rank {self.rank} waited for it; it said nothing. "
+                    "Its own output tells more; if it ended well it had fewer steps than this rank: a rank that runs "
+                    f"out of data calls no_more_data(). {type(error).__name__}: {error}"
+                )
             if lost is None:
                 raise
             raise lost from error
@@ -218,6 +224,12 @@ class GroupTransport(Transport):
 
 def _is_unexplained(error: PacelineError) -> bool:
     return isinstance(error, PeerLost) and not error.traceback
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """In Gloo's words; others have a type for it."""
+    said = str(error)
+    return any(one in said for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
