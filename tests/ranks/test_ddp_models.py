@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -548,6 +549,8 @@ def _two_forwards_then_two_backwards(rank, world):
             second.backward()
         for mine, theirs in zip(after_first, kept, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):  # and both together
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_backward_without_a_forward_of_its_own(ranks):
@@ -572,3 +575,50 @@ def _bits_of_bucket_sizes(rank, world):
 
 def test_sums_in_shared_memory_do_not_depend_on_the_bucket_size():
     run_ranks(3, _bits_of_bucket_sizes, env={"BACKEND": "paceline"})
+
+
+class Opaque:
+    """Not a tensor, a collection or a dataclass: nobody can look into it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Hiding(torch.nn.Module):
+    """Its loss does not come from what forward returns in a form that can be seen."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.how = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), how
+
+    def forward(self, x):
+        self.kept = self.second(torch.tanh(self.first(x)))
+        if self.how == "opaque":
+            return Opaque(self.kept)
+        return None if self.how == "nothing" else self.first(x)
+
+
+def _hidden_losses(rank, world, how):
+    join_group()
+    torch.manual_seed(0)
+    net = Hiding(how)
+    plain = copy.deepcopy(net)
+    model = paceline.DistributedDataParallel(net)
+    for accumulate in (False, True):
+        for part, whole in batches(rank, world, (6, 4)):
+            for one, x in ((model, part[:2] if rank else part), (plain, whole[:8])):  # 6 samples here, 2 there
+                one.zero_grad()
+                halves = (x[: len(x) // 2], x[len(x) // 2 :]) if accumulate and one is model else (x,)
+                for i, half in enumerate(halves):
+                    with model.no_sync() if i < len(halves) - 1 else contextlib.nullcontext():
+                        one(half)
+                        (one.kept.square().mean() / len(halves)).backward()
+            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["opaque", "nothing", "attribute"])
+def test_a_backward_that_does_not_pass_the_outputs_is_averaged_too(ranks, how):
+    ranks(2, _hidden_losses, how)

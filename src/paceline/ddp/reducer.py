@@ -167,6 +167,8 @@ class Reducer:
         self._used_since_exchange: set[int] = set()
         self._silent: set[int] = set()  # reached by backward, but without a gradient
         self._passes: list[weakref.ref[ForwardPass]] = []
+        self._lookouts: list[Any] = []  # hooks on parameters, for a backward that comes another way than by the outputs
+        self._hidden = False  # it does in this model
         self._itself = weakref.ref(self)
         self._hooks_missing = False
         self._sees_all = True  # every parameter has a hook
@@ -174,6 +176,7 @@ class Reducer:
         self._scaling: list[Any] = []
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles)
+        weakref.finalize(self, _remove_all, self._lookouts)
         self._new_plan: BucketPlan | None = None
         self._trouble: str | None = None
         self._lock = threading.RLock()  # modules on several devices run hooks from several threads
@@ -301,6 +304,7 @@ class Reducer:
         """Leave the parameters as they were."""
         self._hooks_missing = False
         _remove_all(self._handles)
+        _remove_all(self._lookouts)
 
     def follow_plan(self) -> bool:
         """Change to the plan made after the first step, before a forward; true the one time that happens."""
@@ -331,10 +335,26 @@ class Reducer:
             if tensor.requires_grad:
                 hooked = True
                 tensor.register_hook(reached)
+        if self._hidden or self.steps == 0 or not hooked:
+            self._look_out_for(one)
         if hooked:
             if len(self._passes) >= _PASSES_KEPT:  # forwards without a backward: their outputs are gone
                 self._passes = [ref for ref in self._passes if ref() is not None]
             self._passes.append(weakref.ref(one))
+
+    def _look_out_for(self, one: ForwardPass) -> None:
+        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows that it is backward."""
+        _remove_all(self._lookouts)
+        reached = functools.partial(_reached_hidden, self._itself, one)
+        self._lookouts += [
+            each.parameter.register_hook(reached) for each in self.managed if each.parameter.requires_grad
+        ]
+
+    def reached_hidden(self, one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+        """Backward arrived at a parameter before it came to an output of forward."""
+        self._hidden = True
+        self.reached_output(one)
+        return self._scaled(gradient) if self._scaling else gradient  # the hooks of _scale_by come too late for this
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -368,6 +388,8 @@ class Reducer:
                 self._add_pass(one)
 
     def _arm(self, task: int, one: ForwardPass) -> None:
+        if self._lookouts:
+            _remove_all(self._lookouts)
         self._mode = _Mode.SYNCING if one.sync else _Mode.MUTED
         self._task = task
         self._next = 0
@@ -415,6 +437,7 @@ class Reducer:
         def scaled(gradient: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
+        self._scaled = scaled
         for one in self.managed:
             if one.parameter.requires_grad:
                 self._scaling.append(one.parameter.register_hook(scaled))
@@ -742,7 +765,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------------ without data
 
-    def answer(self, sync_buffers: Callable[[Sequence[Signal]], None]) -> list[Signal]:
+    def answer(self, answer_forward: Callable[[Sequence[Signal]], None]) -> list[Signal]:
         """Take part in whatever the peers do next, bringing nothing. Returns their signals; all ANSWER: all done."""
         assert self.transport is not None
         self.follow_plan()
@@ -754,8 +777,8 @@ class Reducer:
             recorder.leave()
         self._check(signals)
         call = common_call(signals, self.label)
-        if call is Call.FORWARD and any(signal.buffers for signal in signals):
-            sync_buffers(signals)
+        if call is Call.FORWARD:
+            answer_forward(signals)
         elif call is Call.BACKWARD:
             self._answer_backward()
         return signals
@@ -828,6 +851,7 @@ class Reducer:
         self.failures += 1
         if not self._begun:
             self._next = 0
+            self.follow_plan()  # as the peers did before their forward
             signals = self.transport.exchange(Signal(Call.ANSWER, failed=True))
         else:
             with torch.no_grad():
@@ -910,6 +934,11 @@ def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -
     alive = reducer()
     if alive is not None:
         alive.reached_output(one)
+
+
+def _reached_hidden(reducer: weakref.ref[Reducer], one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+    alive = reducer()
+    return gradient if alive is None else alive.reached_hidden(one, gradient)
 
 
 def _is_large(parameter: torch.Tensor) -> bool:
