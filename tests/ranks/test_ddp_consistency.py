@@ -109,6 +109,7 @@ ARGUMENTS = {
     "find_unused_parameters": (False, True),
     "forward_sync_buffers": (True, False),
     "bucket_cap_mb": (0.5, 25),
+    "init_sync": (True, False),
     "check_replicas_every": (3, None),
     "skip_all_reduce_unused_params": (False, True),
 }

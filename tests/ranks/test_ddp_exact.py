@@ -237,6 +237,26 @@ def test_each_backward_weighs_its_own_forward(ranks):
     ranks(2, several_forwards)
 
 
+def unused_at_the_end(rank, world):
+    """The others stop using a parameter of which the rank without data still has a gradient."""
+    join_group()
+    net = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+    net.forward = lambda x, which: net[which](x)
+    model = paceline.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4 if rank else 1):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), float(step)), which=int(step > 0)).square().mean().backward()
+        optimizer.step()
+    model.no_more_data(optimizer)
+    return [one.detach().clone() for one in net.parameters()]
+
+
+def test_a_rank_without_data_steps_only_what_the_others_step(ranks):
+    first, second = ranks(2, unused_at_the_end)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def buffers_at_the_end(rank, world, steps):
     join_group()
     net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()

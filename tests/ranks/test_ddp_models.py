@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 
 import pytest
@@ -622,3 +623,49 @@ def _hidden_losses(rank, world, how):
 @pytest.mark.parametrize("how", ["opaque", "nothing", "attribute"])
 def test_a_backward_that_does_not_pass_the_outputs_is_averaged_too(ranks, how):
     ranks(2, _hidden_losses, how)
+
+
+def _seldom_hidden(rank, world):
+    """Outputs first, then only an attribute: told once, and right from then on."""
+    join_group()
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("paceline").addHandler(handler)
+    torch.manual_seed(0)
+    net = Hiding("attribute")
+    plain = copy.deepcopy(net)
+    model = paceline.DistributedDataParallel(net)
+    for step, (part, whole) in enumerate(batches(rank, world, steps=6)):
+        for one, x in ((model, part), (plain, whole)):
+            one.zero_grad()
+            output = one(x)
+            (one.kept.square().mean() + (output.square().mean() if step < 2 else 0)).backward()
+        if step != 2:  # nobody could know: nothing tells that a backward is under way
+            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert len([message for message in heard if "does not pass what forward returned" in message]) == 1
+
+
+def test_a_model_that_hides_its_backward_later_is_told(ranks):
+    ranks(2, _seldom_hidden)
+
+
+def _forwards_alone(rank, world):
+    """Forwards without a backward, gradients set by hand in place: no false alarm."""
+    join_group()
+    model = paceline.DistributedDataParallel(linear(4, 4))
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("paceline").addHandler(handler)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4))
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(2, 4))
+    assert heard == []
+
+
+def test_forwards_without_a_backward_raise_no_alarm(ranks):
+    ranks(2, _forwards_alone)

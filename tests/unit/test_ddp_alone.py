@@ -262,6 +262,9 @@ def test_replicate_keeps_class_and_keys(world_of_one):
     assert same is net
     assert type(net) is torch.nn.Linear
     assert list(net.state_dict()) == keys
+    prefixed = {f"module.{key}": torch.full_like(value, 3.0) for key, value in net.state_dict().items()}
+    net.load_state_dict(prefixed)
+    assert float(net.weight.detach().sum()) == 18.0
     with paceline.replica_of(net).no_sync():
         net(torch.randn(2, 3)).sum().backward()
     with pytest.raises(paceline.ConfigError, match="already"):

@@ -254,24 +254,27 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return transport
 
     def _check_replicas(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
-        """Every rank has the same model; then every rank has rank 0's values."""
-        if not self.init_sync or dist.get_world_size(self.process_group) == 1:
+        """Every rank has the same model; then, unless init_sync is off, every rank has rank 0's values."""
+        if dist.get_world_size(self.process_group) == 1:
             return
         transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         buffers = self._named_buffers()
         found = describe(parameters, buffers.items() if with_buffers else ())
         check_same_model(transport, found | self._shared_arguments())
+        if not self.init_sync:
+            return
         tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
         broadcast(self.process_group, tensors + (list(buffers.values()) if with_buffers else []), 0)
 
     def _shared_arguments(self) -> dict[str, str]:
         """Arguments that decide what ranks say to each other: different ones would end in a hang or in nonsense."""
         chosen = {
+            "init_sync": self.init_sync,
             "average": self.average,
             "forward_sync_buffers": self.forward_sync_buffers,
             "find_unused_parameters": self.find_unused_parameters,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "bucket_cap_mb": [size / MIB for size in self._limits.bytes],
+            "bucket_cap_mb": ", ".join(f"{size / MIB:g}" for size in self._limits.bytes),
             "check_replicas_every": self._check_every,
             "mixed_precision": self.mixed_precision,
         }
@@ -527,6 +530,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return
         last_active: list[int] = [0]
         own = OwnGradients(self.reducer.managed)
+        if optimizer is not None:
+            self.zero_grad()  # a parameter the others do not use must not be stepped by a gradient of this rank's
         while True:
             signals = self.reducer.answer(self._answer_forward)
             active = [rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER]

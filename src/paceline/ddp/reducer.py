@@ -16,6 +16,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import logging
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ __all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
 _TAKE_AT_ONCE_BYTES = 256 * 1024
 
 
+_logger = logging.getLogger("paceline")
 _completions = itertools.count(1)
 _reducers = itertools.count()  # made in the same order on every rank
 _NAMES_SHOWN = 4
@@ -169,6 +171,7 @@ class Reducer:
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._lookouts: list[Any] = []  # hooks on parameters, for a backward that comes another way than by the outputs
         self._hidden = False  # it does in this model
+        self._awaiting = False  # a forward was made, and no backward has come to its outputs yet
         self._itself = weakref.ref(self)
         self._hooks_missing = False
         self._sees_all = True  # every parameter has a hook
@@ -335,15 +338,16 @@ class Reducer:
             if tensor.requires_grad:
                 hooked = True
                 tensor.register_hook(reached)
-        if self._hidden or self.steps == 0 or not hooked:
+        if self._awaiting or self._hidden or self.steps == 0 or not hooked:
             self._look_out_for(one)
+        self._awaiting = True
         if hooked:
             if len(self._passes) >= _PASSES_KEPT:  # forwards without a backward: their outputs are gone
                 self._passes = [ref for ref in self._passes if ref() is not None]
             self._passes.append(weakref.ref(one))
 
     def _look_out_for(self, one: ForwardPass) -> None:
-        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows that it is backward."""
+        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows a backward."""
         _remove_all(self._lookouts)
         reached = functools.partial(_reached_hidden, self._itself, one)
         self._lookouts += [
@@ -352,6 +356,13 @@ class Reducer:
 
     def reached_hidden(self, one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
         """Backward arrived at a parameter before it came to an output of forward."""
+        if not self._hidden and self.steps > 0:
+            _logger.warning(
+                "%s: a backward does not pass what forward returned. The one before it was perhaps not seen, and then "
+                "its gradients were not averaged over ranks; from now on all are. Return from forward whatever the "
+                "loss is made of.",
+                self.label,
+            )
         self._hidden = True
         self.reached_output(one)
         return self._scaled(gradient) if self._scaling else gradient  # the hooks of _scale_by come too late for this
@@ -392,6 +403,7 @@ class Reducer:
             _remove_all(self._lookouts)
         self._mode = _Mode.SYNCING if one.sync else _Mode.MUTED
         self._task = task
+        self._awaiting = False
         self._next = 0
         self._begun = self._counted = False
         self._used_count = 0

@@ -7,6 +7,7 @@ import weakref
 from typing import Any, TypeVar
 
 import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
 from paceline.ddp.module import DistributedDataParallel
 from paceline.errors import ConfigError
@@ -55,6 +56,12 @@ def _nothing(*_: Any) -> None:
     """Neither before nor after forward."""
 
 
+def _drop_prefix(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+    """What a wrapped model has saved can be loaded as well."""
+    if not prefix and not hasattr(model, "module"):
+        consume_prefix_in_state_dict_if_present(state_dict, "module.")
+
+
 def replicate(model: _Model, **options: Any) -> _Model:
     """Average the model's gradients over ranks from now on. Options are those of DistributedDataParallel."""
     if model in _replicas:
@@ -63,6 +70,7 @@ def replicate(model: _Model, **options: Any) -> _Model:
     before = _Before(ddp)
     model.register_forward_pre_hook(before, with_kwargs=True)
     model.register_forward_hook(_After(ddp, before), with_kwargs=True, always_call=True)
+    model.register_load_state_dict_pre_hook(_drop_prefix)  # type: ignore[no-untyped-call]  # torch's
     _replicas[model] = ddp
     return model
 
