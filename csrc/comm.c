@@ -17,7 +17,7 @@ static uint64_t channel_bytes(const plc_config *config) { return sizeof(channel)
 uint64_t plc_segment_bytes(uint32_t ranks, const plc_config *config) {
     uint64_t slots = 2ull * ranks * config->slot_bytes;
     uint64_t channels = (uint64_t)ranks * ranks * channel_bytes(config);
-    return ALIGN_UP(records_end(ranks) + slots + channels, 4096);
+    return ALIGN_UP(records_end(ranks) + slots + channels, 4096) + ALIGN_UP(ranks * sizeof(words), 4096);
 }
 
 unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot) {
@@ -29,6 +29,10 @@ channel *channel_of(const plc_comm *comm, uint32_t from, uint32_t to) {
     const segment *s = comm->shared;
     uint64_t index = (uint64_t)from * comm->ranks + to;
     return (channel *)((unsigned char *)s + s->channels_at + index * channel_bytes(&s->config));
+}
+
+static words *words_of(const plc_comm *comm, uint32_t rank) {
+    return (words *)((unsigned char *)comm->shared + comm->shared->words_at) + rank;
 }
 
 static bool config_is_sound(uint32_t ranks, const plc_config *c) {
@@ -50,6 +54,7 @@ int plc_segment_format(int fd, uint32_t ranks, const plc_config *config, const u
     s->bytes = bytes;
     s->slots_at = records_end(ranks);
     s->channels_at = s->slots_at + 2ull * ranks * config->slot_bytes;
+    s->words_at = bytes - ALIGN_UP(ranks * sizeof(words), 4096);
     s->config = *config;
     s->magic = SEGMENT_MAGIC;
     munmap(s, records_end(ranks));
@@ -191,4 +196,25 @@ int plc_comm_peer_left(plc_comm *comm, uint32_t rank) {
     int left = atomic_load(&comm->shared->records[rank].state) == STATE_LEFT;
     step_out(comm);
     return left;
+}
+
+int plc_comm_say(plc_comm *comm, const char *text, uint64_t bytes, int leaving) {
+    if (!step_in(comm)) return PLC_ABORTED;
+    words *mine = words_of(comm, comm->rank);
+    uint64_t length = atomic_load(&mine->length);
+    uint64_t fits = MIN(bytes, PLC_WORDS_BYTES - length);
+    memcpy(mine->text + length, text, fits);
+    atomic_store_explicit(&mine->length, length + fits, memory_order_release);
+    if (leaving) tell_peers(comm);
+    step_out(comm);
+    return PLC_OK;
+}
+
+uint64_t plc_comm_words(plc_comm *comm, uint32_t rank, char *out, uint64_t room) {
+    if (rank >= comm->ranks || !step_in(comm)) return 0;
+    words *theirs = words_of(comm, rank);
+    uint64_t length = MIN(atomic_load_explicit(&theirs->length, memory_order_acquire), room);
+    memcpy(out, theirs->text, length);
+    step_out(comm);
+    return length;
 }

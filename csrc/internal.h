@@ -58,7 +58,7 @@ typedef struct {
     uint32_t abi;
     uint32_t ranks;
     uint64_t nonce[2];
-    uint64_t bytes, slots_at, channels_at;
+    uint64_t bytes, slots_at, channels_at, words_at;
     plc_config config;
     _Alignas(CACHE_LINE) _Atomic uint64_t failure; /* first failure wins: status, rank and what it concerns */
     signal_word arrivals;
@@ -73,6 +73,12 @@ typedef struct {
     uint64_t wanted_bytes;
     _Alignas(CACHE_LINE) unsigned char ring[];
 } channel;
+
+/* What a rank leaves for its peers to read. It only grows, so nobody ever reads half of it. */
+typedef struct {
+    _Alignas(CACHE_LINE) _Atomic uint64_t length;
+    char text[PLC_WORDS_BYTES];
+} words;
 
 typedef struct post_office post_office;
 

@@ -16,10 +16,11 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 5
+#define PLC_ABI_VERSION 6
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
+#define PLC_WORDS_BYTES (16 * 1024) /* room for what a rank says */
 
 typedef enum {
     PLC_OK = 0,
@@ -155,6 +156,11 @@ PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
 /* Say and read a pid, so that peers can name each other. */
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
 PLC_API int plc_comm_peer_left(plc_comm *comm, uint32_t rank);
+/* Leave a text for the peers, who can read it whatever becomes of this process. It is added to what this rank said
+ * before; what has no room is cut off. `leaving`: nobody waits for this rank any more (PLC_PEER_LEFT). One thread. */
+PLC_API int plc_comm_say(plc_comm *comm, const char *text, uint64_t bytes, int leaving);
+/* What a rank has said, at most `room` bytes of it; returns how many. */
+PLC_API uint64_t plc_comm_words(plc_comm *comm, uint32_t rank, char *out, uint64_t room);
 
 /* --- callers with a lock around their interpreter ----------------------------------------------------------------- */
 /* A caller that tells these makes the calls marked [lock] with its lock held. Short ones keep it; before a wait or a long

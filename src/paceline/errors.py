@@ -66,13 +66,20 @@ class CollectiveTimeout(GroupError, TimeoutError):
 class PeerLost(GroupError):
     """A peer process ended while others were waiting for it.
 
-    `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell.
+    `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell. `traceback` is that of
+    the error the peer failed with, as text; empty if it could not tell.
     """
 
     def __init__(
-        self, message: str, rank: int | None = None, pid: int | None = None, exitcode: int | None = None
+        self,
+        message: str,
+        rank: int | None = None,
+        pid: int | None = None,
+        exitcode: int | None = None,
+        traceback: str = "",
     ) -> None:
         super().__init__(message)
+        self.traceback = traceback
         self.rank = rank
         self.pid = pid
         self.exitcode = exitcode

@@ -46,27 +46,27 @@ class Fails(torch.nn.Module):
         raise ValueError("the needle")
 
 
-def loader(rank, where, culprit, steps):
+def loader(rank, where, culprit, steps, at):
     for step in range(steps):
-        if where == "loader" and step == 2 and rank == culprit:
+        if where == "loader" and step == at and rank == culprit:
             raise ValueError("the needle")
         yield torch.full((2, 4), float(step + rank))
 
 
-def train_until_failure(rank, world, where, culprit, options):
+def train_until_failure(rank, world, where, culprit, options, at):
     join_group()
     torch.manual_seed(0)
     net = Fails(**options)
     model = paceline.DistributedDataParallel(net, bucket_cap_mb=0.00002)
-    data = loader(rank, where, culprit, 5)
+    data = loader(rank, where, culprit, 5, at)
     for step in range(5):
         before = [p.detach().clone() for p in net.parameters()]
         started = time.monotonic()
         try:
             with model.all_or_none():
-                net.where = where if step == 2 and rank == culprit else None
+                net.where = where if step == at and rank == culprit else None
                 loss = model(next(data)).square().mean()
-                if where == "loss" and step == 2 and rank == culprit:
+                if where == "loss" and step == at and rank == culprit:
                     raise ValueError("the needle")
                 loss.backward()
                 with torch.no_grad():
@@ -74,7 +74,7 @@ def train_until_failure(rank, world, where, culprit, options):
                         p.add_(p.grad, alpha=-0.1)
                         p.grad = None
         except (ValueError, paceline.StepError) as error:
-            assert step == 2
+            assert step == at
             assert time.monotonic() - started < WITHIN_S
             assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
             # the group is whole: the next step works
@@ -88,7 +88,18 @@ def train_until_failure(rank, world, where, culprit, options):
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "loader"])
 @pytest.mark.parametrize("culprit", [0, 1])
 def test_every_rank_raises_with_the_culprits_traceback(ranks, where, culprit):
-    errors = ranks(2, train_until_failure, where, culprit, {"norm": culprit == 1, "width": 8 if culprit else 4})
+    options = {"norm": culprit == 1, "width": 8 if culprit else 4}
+    check_all_know(ranks(2, train_until_failure, where, culprit, options, 2), culprit)
+
+
+@pytest.mark.parametrize("where", ["loss", "loader", "backward"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_in_the_first_steps_too(ranks, where, at):
+    """After the first step there is a new plan; a rank that fails before its next forward has not followed it yet."""
+    check_all_know(ranks(2, train_until_failure, where, 1, {}, at), 1)
+
+
+def check_all_know(errors, culprit):
     assert isinstance(errors[culprit], ValueError)
     other = errors[1 - culprit]
     assert isinstance(other, paceline.StepError)
@@ -98,8 +109,38 @@ def test_every_rank_raises_with_the_culprits_traceback(ranks, where, culprit):
     assert "Traceback (most recent call last)" in other.traceback
 
 
+def fail_after_backward(rank, world, policy):
+    """The averages are out, peers have applied them: this rank cannot take that back, and says so."""
+    join_group()
+    model = paceline.DistributedDataParallel(Fails())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        try:
+            with model.all_or_none(policy) as attempt:
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                if step == 1 and rank == 1:
+                    raise ValueError("the needle")
+                optimizer.step()
+        except (ValueError, paceline.StepError) as error:
+            return step, error
+        if not attempt.succeeded:
+            return step, attempt.error
+    return None
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_error_after_backward_is_never_skipped(ranks, policy):
+    (late, peer), (step, culprit) = ranks(2, fail_after_backward, policy)
+    assert (late, step) == (2, 1)  # the peer hears of it at its next exchange
+    assert isinstance(peer, paceline.StepError)
+    assert "ValueError: the needle" in peer.traceback
+    assert isinstance(culprit, ValueError)
+    assert "have applied it" in culprit.__notes__[0]
+
+
 def without_the_block(rank, world, where):
-    """No all_or_none(): a failing forward tells its traceback, a failing backward where it was called."""
+    """No all_or_none(): forward and backward report themselves, with the error and where it came from."""
     join_group()
     net = Fails()
     model = paceline.DistributedDataParallel(net)
@@ -121,7 +162,29 @@ def test_peers_learn_of_it_without_a_block_too(ranks, where):
     assert isinstance(peer, paceline.StepError)
     assert peer.rank == 1
     assert "without_the_block" in peer.traceback
-    assert ("the needle" in peer.traceback) == (where == "forward")
+    assert "in boom" in peer.traceback or where == "forward"
+    assert "ValueError: the needle" in peer.traceback
+
+
+def replicated(rank, world):
+    join_group()
+    net = paceline.replicate(Fails())
+    for step in range(3):
+        net.where = "forward" if step == 1 and rank == 1 else None
+        try:
+            net(torch.ones(2, 4)).sum().backward()
+        except (ValueError, paceline.StepError) as error:
+            net.where = None
+            net(torch.ones(2, 4)).sum().backward()
+            return error
+    return None
+
+
+def test_a_replicated_model_reports_its_forward_too(ranks):
+    peer, culprit = ranks(2, replicated)
+    assert isinstance(culprit, ValueError)
+    assert isinstance(peer, paceline.StepError)
+    assert "ValueError: the needle" in peer.traceback
 
 
 def train_skipping(rank, world, bad):

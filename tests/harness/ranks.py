@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import pathlib
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -81,14 +82,17 @@ def run_ranks(
     env: Mapping[str, str] | None = None,
     check: bool = True,
     on_start: Callable[[list[int]], None] | None = None,
+    uncaught: bool = False,
 ) -> list[Any]:
     """Run `fn(rank, world, *args)` on `world` processes.
 
     Returns each rank's result. If ranks fail, raises the error that came first in time, with the others as notes.
-    With `check=False` returns an `Outcome` per rank instead, for tests about failing. `on_start` gets the pids.
+    With `check=False` returns an `Outcome` per rank instead, for tests about failing. `on_start` gets the pids. With
+    `uncaught` nobody catches what a rank raises: it ends as any process of multiprocessing does, without an error here.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as directory:
-        ranks = [_start(rank, world, fn, args, env or {}, pathlib.Path(directory)) for rank in range(world)]
+        run = _run_uncaught if uncaught else _run_rank
+        ranks = [_start(run, rank, world, fn, args, env or {}, pathlib.Path(directory)) for rank in range(world)]
         try:
             if on_start is not None:
                 on_start([rank.process.pid or 0 for rank in ranks])
@@ -115,7 +119,13 @@ class _Rank:
 
 
 def _start(
-    rank: int, world: int, fn: Callable[..., Any], args: Any, env: Mapping[str, str], directory: pathlib.Path
+    run: Callable[..., None],
+    rank: int,
+    world: int,
+    fn: Callable[..., Any],
+    args: Any,
+    env: Mapping[str, str],
+    directory: pathlib.Path,
 ) -> _Rank:
     variables = {
         "RANK": str(rank),
@@ -129,7 +139,7 @@ def _start(
     ours, theirs = _context.Pipe(duplex=False)
     stacks = directory / f"stacks-{rank}"
     payload = cloudpickle.dumps((fn, (rank, world, *args)))
-    process = _context.Process(target=_run_rank, args=(payload, theirs, variables, str(stacks)), daemon=True)
+    process = _context.Process(target=run, args=(payload, theirs, variables, str(stacks)), daemon=True)
     process.start()
     theirs.close()
     return _Rank(rank, process, ours, stacks)
@@ -152,6 +162,19 @@ def _run_rank(payload: bytes, pipe: Connection, variables: Mapping[str, str], st
             message = (now, None, error)
         pipe.send_bytes(_dump(message))
         pipe.close()
+
+
+def _run_uncaught(payload: bytes, pipe: Connection, variables: Mapping[str, str], stacks: str) -> None:
+    sys.stderr = open(stacks, "w")  # noqa: SIM115 - for the traceback that multiprocessing prints
+    faulthandler.register(_STACK_SIGNAL, file=sys.stderr, all_threads=True)
+    os.environ.update(variables)
+    import torch
+
+    torch.set_num_threads(1)
+    fn, args = cloudpickle.loads(payload)
+    value = fn(*args)
+    pipe.send_bytes(_dump((time.monotonic(), value, None)))
+    pipe.close()
 
 
 def _dump(message: tuple[float, Any, Any]) -> bytes:

@@ -599,3 +599,26 @@ static void sizes_do_not_fit(seat *at) {
 }
 
 void wrong_size(uint64_t seed) { in_new_world(2, 30000, sizes_do_not_fit, seed); }
+
+/* --- texts: read whole while they are written, cut off at their limit, and the last one ends all waits ------------------ */
+static void says_and_goes(seat *at) {
+    char *heard = malloc(PLC_WORDS_BYTES);
+    if (at->rank == 1) {
+        for (int i = 0; i < 2000; i++) CHECK_STATUS(PLC_OK, plc_comm_say(at->comm, "0123456789", 10, 0));
+        CHECK_STATUS(PLC_OK, plc_comm_say(at->comm, "", 0, 1));
+    } else {
+        for (uint64_t length = 0; length < 1000;) {
+            length = plc_comm_words(at->comm, 1, heard, 1000);
+            for (uint64_t i = 0; i < length; i++) CHECK(heard[i] == (char)('0' + i % 10), "torn at %lu", i);
+        }
+        CHECK_STATUS(PLC_PEER_LEFT, barrier(at));
+        CHECK(failure_of(at).rank == 1, "rank %d", failure_of(at).rank);
+        CHECK(plc_comm_words(at->comm, 1, heard, PLC_WORDS_BYTES) == PLC_WORDS_BYTES, "more or less than fits");
+        CHECK(plc_comm_words(at->comm, 0, heard, PLC_WORDS_BYTES) == 0, "nobody said that");
+        CHECK(plc_comm_words(at->comm, at->ranks, heard, 10) == 0, "there is no such rank");
+    }
+    pthread_barrier_wait(&at->in->all); /* what is noticed is the text's end, not the rank's */
+    free(heard);
+}
+
+void texts(uint64_t seed) { in_new_world(3, 30000, says_and_goes, seed); }

@@ -14,7 +14,7 @@ static const scenario scenarios[] = {
     SCENARIO(two_groups),        SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
     SCENARIO(late_bucket),       SCENARIO(mismatched_buckets), SCENARIO(abort_in_the_rings), SCENARIO(callers),
-    SCENARIO(dead_rank),          SCENARIO(leave_early),
+    SCENARIO(dead_rank),          SCENARIO(leave_early),        SCENARIO(texts),
     SCENARIO(leave_under_own_threads), SCENARIO(wrong_arguments), SCENARIO(tags_out_of_order),
     SCENARIO(last_words),        SCENARIO(receive_given_up),   SCENARIO(wrong_size),
 };

@@ -32,6 +32,7 @@ void wrong_arguments(uint64_t seed);
 /* failures.c: messages that meet failures or each other */
 void tags_out_of_order(uint64_t seed);
 void last_words(uint64_t seed);
+void texts(uint64_t seed);
 void receive_given_up(uint64_t seed);
 void wrong_size(uint64_t seed);
 

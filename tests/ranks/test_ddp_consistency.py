@@ -68,7 +68,12 @@ def buffer(rank):
     return net
 
 
+def nothing_trains(rank):
+    return Net().requires_grad_(rank == 0)
+
+
 CASES = {
+    nothing_trains: "head.weight: rank 0 (4, 3) float32, rank 1 (4, 3) float32, requires_grad=False",
     shape: "head.weight: rank 0 (4, 3) float32, rank 1 (5, 3) float32",
     count: "c.weight: rank 0 missing, rank 1 (3, 3) float32",
     order: "registered in another order, first at position 2: rank 0 a.weight, rank 1 b.weight",
@@ -97,6 +102,28 @@ def test_a_different_model_is_named_on_every_rank(ranks, build):
         assert CASES[build] in message
         assert f"this is rank {rank}" in message
         assert seconds < 5
+
+
+ARGUMENTS = {
+    "average": ("samples", "ranks"),
+    "find_unused_parameters": (False, True),
+    "forward_sync_buffers": (True, False),
+    "bucket_cap_mb": (0.5, 25),
+    "init_sync": (True, False),
+    "check_replicas_every": (3, None),
+    "skip_all_reduce_unused_params": (False, True),
+}
+
+
+def differing_arguments(rank, world):
+    init_group(os.environ["BACKEND"])
+    for name, values in ARGUMENTS.items():
+        with pytest.raises(paceline.MismatchError, match=f"argument {name}: rank 0 .*, rank 1 "):
+            paceline.DistributedDataParallel(torch.nn.Linear(2, 2), **{name: values[rank]})
+
+
+def test_different_arguments_are_named(ranks):
+    ranks(2, differing_arguments)
 
 
 def drift(rank, world):

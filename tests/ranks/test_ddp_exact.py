@@ -235,3 +235,70 @@ def several_forwards(rank, world):
 
 def test_each_backward_weighs_its_own_forward(ranks):
     ranks(2, several_forwards)
+
+
+def unused_at_the_end(rank, world):
+    """The others stop using a parameter of which the rank without data still has a gradient."""
+    join_group()
+    net = torch.nn.ModuleList([torch.nn.Linear(4, 2), torch.nn.Linear(4, 2)])
+    net.forward = lambda x, which: net[which](x)
+    model = paceline.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for step in range(4 if rank else 1):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), float(step)), which=int(step > 0)).square().mean().backward()
+        optimizer.step()
+    model.no_more_data(optimizer)
+    return [one.detach().clone() for one in net.parameters()]
+
+
+def test_a_rank_without_data_steps_only_what_the_others_step(ranks):
+    first, second = ranks(2, unused_at_the_end)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def buffers_at_the_end(rank, world, steps):
+    join_group()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
+    model = paceline.DistributedDataParallel(net)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(steps[rank]):
+        optimizer.zero_grad()
+        model(torch.full((2, 4), float(step + rank), dtype=torch.float64)).square().mean().backward()
+        optimizer.step()
+    model.no_more_data(optimizer)
+    return [one.clone() for one in (*net.parameters(), *net.buffers())]
+
+
+def test_buffers_too_are_equal_after_the_ragged_end(ranks):
+    first, second = ranks(2, buffers_at_the_end, [1, 3])
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert first[-1] == 3  # num_batches_tracked of the rank that trained to the end
+
+
+def batchnorm_without_data(rank, world, how):
+    join_group()
+    net = paceline.SyncBatchNorm.convert_sync_batchnorm(
+        torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3))
+    )
+    model = paceline.DistributedDataParallel(net)
+
+    def run():
+        for step in range(3 if rank else 1):
+            model(torch.full((2, 4), float(step + rank))).square().mean().backward()
+
+    def run_all():
+        if how == "join":
+            with model.join():
+                run()
+        else:
+            run()
+            model.no_more_data()
+
+    with pytest.raises(paceline.ConfigError, match=r"rank 0 ran out of data, but .* SyncBatchNorm"):
+        run_all()
+
+
+@pytest.mark.parametrize("how", ["join", "no_more_data"])
+def test_a_rank_without_data_cannot_answer_a_synchronised_batchnorm(ranks, how):
+    ranks(2, batchnorm_without_data, how)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import itertools
+import logging
 import os
 
 import pytest
@@ -548,6 +550,8 @@ def _two_forwards_then_two_backwards(rank, world):
             second.backward()
         for mine, theirs in zip(after_first, kept, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):  # and both together
+            assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
 def test_a_second_backward_without_a_forward_of_its_own(ranks):
@@ -572,3 +576,96 @@ def _bits_of_bucket_sizes(rank, world):
 
 def test_sums_in_shared_memory_do_not_depend_on_the_bucket_size():
     run_ranks(3, _bits_of_bucket_sizes, env={"BACKEND": "paceline"})
+
+
+class Opaque:
+    """Not a tensor, a collection or a dataclass: nobody can look into it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Hiding(torch.nn.Module):
+    """Its loss does not come from what forward returns in a form that can be seen."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.second, self.how = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), how
+
+    def forward(self, x):
+        self.kept = self.second(torch.tanh(self.first(x)))
+        if self.how == "opaque":
+            return Opaque(self.kept)
+        return None if self.how == "nothing" else self.first(x)
+
+
+def _hidden_losses(rank, world, how):
+    join_group()
+    torch.manual_seed(0)
+    net = Hiding(how)
+    plain = copy.deepcopy(net)
+    model = paceline.DistributedDataParallel(net)
+    for accumulate in (False, True):
+        for part, whole in batches(rank, world, (6, 4)):
+            for one, x in ((model, part[:2] if rank else part), (plain, whole[:8])):  # 6 samples here, 2 there
+                one.zero_grad()
+                halves = (x[: len(x) // 2], x[len(x) // 2 :]) if accumulate and one is model else (x,)
+                for i, half in enumerate(halves):
+                    with model.no_sync() if i < len(halves) - 1 else contextlib.nullcontext():
+                        one(half)
+                        (one.kept.square().mean() / len(halves)).backward()
+            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("how", ["opaque", "nothing", "attribute"])
+def test_a_backward_that_does_not_pass_the_outputs_is_averaged_too(ranks, how):
+    ranks(2, _hidden_losses, how)
+
+
+def _seldom_hidden(rank, world):
+    """Outputs first, then only an attribute: told once, and right from then on."""
+    join_group()
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("paceline").addHandler(handler)
+    torch.manual_seed(0)
+    net = Hiding("attribute")
+    plain = copy.deepcopy(net)
+    model = paceline.DistributedDataParallel(net)
+    for step, (part, whole) in enumerate(batches(rank, world, steps=6)):
+        for one, x in ((model, part), (plain, whole)):
+            one.zero_grad()
+            output = one(x)
+            (one.kept.square().mean() + (output.square().mean() if step < 2 else 0)).backward()
+        if step != 2:  # nobody could know: nothing tells that a backward is under way
+            for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+    assert len([message for message in heard if "does not pass what forward returned" in message]) == 1
+
+
+def test_a_model_that_hides_its_backward_later_is_told(ranks):
+    ranks(2, _seldom_hidden)
+
+
+def _forwards_alone(rank, world):
+    """Forwards without a backward, gradients set by hand in place: no false alarm."""
+    join_group()
+    model = paceline.DistributedDataParallel(linear(4, 4))
+    heard = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    logging.getLogger("paceline").addHandler(handler)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        model(torch.ones(2, 4))
+        model.zero_grad(set_to_none=False)
+        model(torch.ones(2, 4))
+    assert heard == []
+
+
+def test_forwards_without_a_backward_raise_no_alarm(ranks):
+    ranks(2, _forwards_alone)

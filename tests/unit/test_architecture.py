@@ -17,6 +17,7 @@ PACKAGE = ROOT / "src" / "paceline"
 LAYERS = [
     ["_version"],
     ["errors", "heap"],
+    ["last_words"],
     ["_registration"],  # reaches up to `groups` inside a function, when torch asks for a group
     ["shm"],
     ["groups"],

@@ -6,6 +6,7 @@ import collections
 import copy
 import dataclasses
 import io
+import pickle
 
 import pytest
 import torch
@@ -261,12 +262,33 @@ def test_replicate_keeps_class_and_keys(world_of_one):
     assert same is net
     assert type(net) is torch.nn.Linear
     assert list(net.state_dict()) == keys
+    prefixed = {f"module.{key}": torch.full_like(value, 3.0) for key, value in net.state_dict().items()}
+    net.load_state_dict(prefixed)
+    assert float(net.weight.detach().sum()) == 18.0
     with paceline.replica_of(net).no_sync():
         net(torch.randn(2, 3)).sum().backward()
     with pytest.raises(paceline.ConfigError, match="already"):
         paceline.replicate(net)
     with pytest.raises(paceline.ConfigError, match="not given"):
         paceline.replica_of(torch.nn.Linear(1, 1))
+
+
+def test_a_copy_of_a_replicated_model_is_a_plain_model(world_of_one):
+    net = paceline.replicate(torch.nn.Linear(3, 2))
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        with pytest.raises(paceline.ConfigError, match="not given"):
+            paceline.replica_of(twin)
+        twin(torch.randn(2, 3)).sum().backward()
+        assert twin.weight.grad is not None
+        assert net.weight.grad is None
+
+
+def test_a_module_with_a_child_of_the_name_module(world_of_one):
+    net = torch.nn.Module()
+    net.module = torch.nn.Linear(3, 2)
+    model = paceline.DistributedDataParallel(net)
+    for state in (net.state_dict(), model.state_dict()):
+        assert model.load_state_dict(state).missing_keys == []
 
 
 def test_dropping_the_wrapper_frees_the_module_of_its_hooks(world_of_one):

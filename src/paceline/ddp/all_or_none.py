@@ -22,13 +22,13 @@ class Attempt:
         self._model, self._reducer, self._policy = model, reducer, policy
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._failures = 0
+        self._failures = self._steps = 0
         self.succeeded = False
         self.error: BaseException | None = None
 
     def __enter__(self) -> Attempt:
         self.succeeded, self.error = False, None
-        self._failures = self._reducer.failures
+        self._failures, self._steps = self._reducer.failures, self._reducer.steps
         self._reducer.defer_failure = True  # this block sees the traceback, a failed backward does not
         if self._policy == "skip":
             self._remember()
@@ -39,7 +39,7 @@ class Attempt:
     ) -> bool:
         self._reducer.defer_failure = False
         if error is None:
-            self.succeeded = True
+            self.succeeded = self._reducer.failures == self._failures  # an error may have been caught inside the block
             return False
         if not isinstance(error, Exception):
             self._reducer.abandon_step()
@@ -47,6 +47,12 @@ class Attempt:
         self.error = error
         if self._reducer.failures == self._failures and not isinstance(error, StepError):
             self._reducer.fail(error, "the step")  # raised outside forward and backward: nobody knows yet
+            if self._reducer.steps > self._steps:
+                error.add_note(
+                    "This came after the gradients of the step had been averaged: other ranks have applied it, this "
+                    "one has perhaps not. It cannot be skipped; go on from a checkpoint."
+                )
+                return False
         if self._policy == "raise":
             return False
         self._restore()

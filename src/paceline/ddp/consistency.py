@@ -53,7 +53,7 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
     values = {rank: "\n".join(f"{k}: {v}" for k, v in one.items()) for rank, one in enumerate(everybody)}
     raise MismatchError(
         f"the model is not the same on all ranks (this is rank {transport.rank}):\n{lines}{more}\n"
-        "Build the same model, in the same order and dtype, on every rank before wrapping it.",
+        "Build the same model, in the same order and dtype, on every rank, and wrap it with the same arguments.",
         values,
     )
 

@@ -32,7 +32,7 @@ from paceline.ddp.signals import Call, Signal
 from paceline.ddp.structure import first_batch_size, tensors_in
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.transport import GroupTransport, Transport
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.groups import PacelineGroup
 from paceline.heap import keep_freed_memory
 from paceline.observe.recorder import recorder
@@ -115,8 +115,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         named = list(module.named_parameters())
         managed_names = [(name, one) for name, one in named if name not in self.parameters_to_ignore]
         self._module_parameters = [parameter for _, parameter in managed_names]
-        self._refuse_parameters(named, bool(delayed))
+        self._refuse_uninitialized(named)
         everything = self._module_parameters or [parameter for _, parameter in delayed]
+        if not everything:
+            self._refuse_untrainable()
         self.device = everything[0].device
         self.device_type = self.device.type
         self.is_multi_device_module = len({parameter.device for parameter in everything}) > 1
@@ -158,6 +160,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._buffer_futures: list[Any] = []
 
         self._check_replicas(managed_names, sync_now)
+        if not delayed and not any(parameter.requires_grad for parameter in self._module_parameters):
+            self._refuse_untrainable()  # on all ranks: they have been compared
         managed = self._managed_parameters(managed_names)
         self._build_transport(managed)
         self._delayed = DelayedParameters.create(delayed, param_to_hook_all_reduce, self.process_group)
@@ -188,12 +192,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
             _pre_dp_module_transform(module)
 
-    def _refuse_parameters(self, named: Sequence[tuple[str, torch.nn.Parameter]], delayed: bool) -> None:
-        if not delayed and not any(parameter.requires_grad for parameter in self._module_parameters):
-            raise ConfigError(
-                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
-                "gradient."
-            )
+    def _refuse_untrainable(self) -> None:
+        raise ConfigError(
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+        )
+
+    def _refuse_uninitialized(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
         for name, parameter in named:
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ConfigError(
@@ -255,14 +259,31 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return transport
 
     def _check_replicas(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
-        """Every rank has the same model; then every rank has rank 0's values."""
-        if not self.init_sync or dist.get_world_size(self.process_group) == 1:
+        """Every rank has the same model; then, unless init_sync is off, every rank has rank 0's values."""
+        if dist.get_world_size(self.process_group) == 1:
             return
         transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         buffers = self._named_buffers()
-        check_same_model(transport, describe(parameters, buffers.items() if with_buffers else ()))
+        found = describe(parameters, buffers.items() if with_buffers else ())
+        check_same_model(transport, found | self._shared_arguments())
+        if not self.init_sync:
+            return
         tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
         broadcast(self.process_group, tensors + (list(buffers.values()) if with_buffers else []), 0)
+
+    def _shared_arguments(self) -> dict[str, str]:
+        """Arguments that decide what ranks say to each other: different ones would end in a hang or in nonsense."""
+        chosen = {
+            "init_sync": self.init_sync,
+            "average": self.average,
+            "forward_sync_buffers": self.forward_sync_buffers,
+            "find_unused_parameters": self.find_unused_parameters,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "bucket_cap_mb": ", ".join(f"{size / MIB:g}" for size in self._limits.bytes),
+            "check_replicas_every": self._check_every,
+            "mixed_precision": self.mixed_precision,
+        }
+        return {f"argument {name}": str(value) for name, value in chosen.items()}
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {name: one for name, one in self.module.named_buffers() if name not in self.parameters_to_ignore}
@@ -410,8 +431,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             follows = torch.is_grad_enabled() and self.require_backward_grad_sync
             signal = Signal(Call.FORWARD, buffers=buffers, backward_follows=follows)
             signals = self.reducer.meet(signal)
+            self._refuse_absence_from_batchnorm(signals)
             if buffers:
                 self._sync_buffers(signals)
+
+    def _refuse_absence_from_batchnorm(self, signals: Sequence[Signal]) -> None:
+        """Called on all ranks together, before a forward that some of them will not run."""
+        absent = [rank for rank, signal in enumerate(signals) if signal.call is Call.ANSWER]
+        if absent and len(absent) < len(signals) and self._synchronises_batchnorm():
+            raise ConfigError(
+                f"rank {', '.join(map(str, absent))} ran out of data, but this model has SyncBatchNorm layers, whose "
+                "forward needs all ranks. Give such a rank empty batches (x[:0]) until the others are through, as "
+                "paceline.DataLoader does, instead of no_more_data() or join()."
+            )
+
+    def _synchronises_batchnorm(self) -> bool:
+        return any(isinstance(layer, torch.nn.SyncBatchNorm) and layer.training for layer in self.module.modules())
 
     def _after_forward(self, output: Any) -> Any:
         enabled = torch.is_grad_enabled()
@@ -436,7 +471,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         if self._low_precision is not None:
             self._low_precision.restore()
         if torch.is_grad_enabled() and self._transport is not None:
-            self.reducer.fail(error, "forward")
+            with contextlib.suppress(PacelineError):  # the peers are gone: what is raised is the error at hand
+                self.reducer.fail(error, "forward")
 
     def _lazy_init(self) -> None:
         self._lazy_init_ran = True
@@ -491,8 +527,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             return
         last_active: list[int] = [0]
         own = OwnGradients(self.reducer.managed)
+        if optimizer is not None:
+            self.zero_grad()  # a parameter the others do not use must not be stepped by a gradient of this rank's
         while True:
-            signals = self.reducer.answer(self._sync_buffers)
+            signals = self.reducer.answer(self._answer_forward)
             active = [rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER]
             if not active:
                 break
@@ -501,14 +539,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 _take_step(optimizer)
         own.put_back()
         alone = self._transport.sum_of(torch.tensor([0 if optimizer is not None else 1], dtype=torch.int64))
-        if int(alone):
-            self._copy_model_from(last_active)
+        self._copy_model_from(last_active, weights=bool(alone))
 
-    def _copy_model_from(self, active: list[int]) -> None:
-        """The rank that trained last is right; ranks that trained to the end themselves propose it."""
+    def _copy_model_from(self, active: list[int], *, weights: bool) -> None:
+        """The rank that trained last is right; ranks that trained to the end themselves propose it.
+
+        Only forwards change buffers, and those the others ran alone: buffers are always copied.
+        """
         assert self._transport is not None
+        buffers = self._named_buffers() if self.forward_sync_buffers else {}
+        if not weights and not buffers:
+            return
         source = int(self._transport.table_of(torch.tensor([max(active)])).max())
-        self._broadcast_everything(source)
+        if weights:
+            self._broadcast_everything(source)
+        else:
+            broadcast(self.process_group, list(buffers.values()), source)
 
     def _broadcast_everything(self, source: int) -> None:
         named = dict(self.module.named_parameters())
@@ -591,6 +637,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     def _syncs_buffers_before_forward(self) -> bool:
         hook = self._buffer_hook
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
+
+    def _answer_forward(self, signals: Sequence[Signal]) -> None:
+        """The others begin a forward, this rank has no data."""
+        self._refuse_absence_from_batchnorm(signals)
+        if any(signal.buffers for signal in signals):
+            self._sync_buffers(signals)
 
     def _sync_buffers(self, signals: Sequence[Signal]) -> None:
         """Buffers follow the lowest rank that has data."""
@@ -759,7 +811,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Accepts keys with and without the `module.` prefix."""
-        if state_dict and not any(key.startswith("module.") for key in state_dict):
+        if state_dict and self._is_without_prefix(state_dict):
             metadata = getattr(state_dict, "_metadata", None)
             prefixed = type(state_dict)((f"module.{key}", value) for key, value in state_dict.items())  # type: ignore[call-arg]
             if metadata is not None:
@@ -767,6 +819,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
                 prefixed._metadata = described  # type: ignore[attr-defined]
             state_dict = prefixed
         return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def _is_without_prefix(self, state_dict: Mapping[str, Any]) -> bool:
+        if not any(key.startswith("module.") for key in state_dict):
+            return True
+        own = self.module.state_dict()  # the wrapped module may have a child of the name `module` itself
+        return sum(key in own for key in state_dict) > sum(key.removeprefix("module.") in own for key in state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
@@ -805,11 +863,11 @@ class _JoinHook(JoinHook):
             return
         if self._own is None:
             self._own = OwnGradients(ddp.reducer.managed)
-        signals = ddp.reducer.answer(ddp._sync_buffers)
+        signals = ddp.reducer.answer(ddp._answer_forward)
         follows = any(signal.backward_follows for signal in signals)
         ddp.require_forward_param_sync = follows
         if follows:
-            ddp.reducer.answer(ddp._sync_buffers)
+            ddp.reducer.answer(ddp._answer_forward)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp = self._ddp

@@ -11,15 +11,19 @@ inside it. A parameter whose hook has not run by then is unused; nobody walks th
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
 import itertools
+import logging
+import sys
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from torch.autograd import Variable
 
 from paceline.ddp.buckets import Bucket, DenseBucket, LoneBucket, SparseBucket, State
 from paceline.ddp.comm_hooks import CommHook
+from paceline.ddp.passing_error import when_raised_in
 from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
 from paceline.ddp.samples import Contribution, SampleWindow, weight_of
 from paceline.ddp.signals import Call, Signal, common_call
@@ -41,6 +46,7 @@ __all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
 _TAKE_AT_ONCE_BYTES = 256 * 1024
 
 
+_logger = logging.getLogger("paceline")
 _completions = itertools.count(1)
 _reducers = itertools.count()  # made in the same order on every rank
 _NAMES_SHOWN = 4
@@ -108,7 +114,7 @@ class _EndOfBackward:
     def __del__(self) -> None:
         reducer = None if self._called else self._reducer()
         if reducer is not None:
-            reducer.backward_failed(self._number)
+            reducer.backward_failed(self._number, sys._getframe().f_back)
 
 
 class Reducer:
@@ -163,6 +169,9 @@ class Reducer:
         self._used_since_exchange: set[int] = set()
         self._silent: set[int] = set()  # reached by backward, but without a gradient
         self._passes: list[weakref.ref[ForwardPass]] = []
+        self._lookouts: list[Any] = []  # hooks on parameters, for a backward that comes another way than by the outputs
+        self._hidden = False  # it does in this model
+        self._awaiting = False  # a forward was made, and no backward has come to its outputs yet
         self._itself = weakref.ref(self)
         self._hooks_missing = False
         self._sees_all = True  # every parameter has a hook
@@ -170,6 +179,7 @@ class Reducer:
         self._scaling: list[Any] = []
         self._handles: list[Any] = []
         weakref.finalize(self, _remove_all, self._handles)
+        weakref.finalize(self, _remove_all, self._lookouts)
         self._new_plan: BucketPlan | None = None
         self._trouble: str | None = None
         self._lock = threading.RLock()  # modules on several devices run hooks from several threads
@@ -303,6 +313,7 @@ class Reducer:
         """Leave the parameters as they were."""
         self._hooks_missing = False
         _remove_all(self._handles)
+        _remove_all(self._lookouts)
 
     def follow_plan(self) -> bool:
         """Change to the plan made after the first step, before a forward; true the one time that happens."""
@@ -324,6 +335,8 @@ class Reducer:
             self._install_hooks()
         if self._mode is _Mode.IDLE:
             self._forget_arrivals()
+        elif torch._C._current_graph_task_id() < 0 and self._completion is not None:
+            self._tell_failed_backward(self._completion, None)  # a backward failed unseen: peers may wait for it
         one = ForwardPass(count, sync)
         reached = functools.partial(_reached, self._itself, one)
         hooked = False
@@ -331,10 +344,34 @@ class Reducer:
             if tensor.requires_grad:
                 hooked = True
                 tensor.register_hook(reached)
+        if self._awaiting or self._hidden or self.steps == 0 or not hooked:
+            self._look_out_for(one)
+        self._awaiting = True
         if hooked:
             if len(self._passes) >= _PASSES_KEPT:  # forwards without a backward: their outputs are gone
                 self._passes = [ref for ref in self._passes if ref() is not None]
             self._passes.append(weakref.ref(one))
+
+    def _look_out_for(self, one: ForwardPass) -> None:
+        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows a backward."""
+        _remove_all(self._lookouts)
+        reached = functools.partial(_reached_hidden, self._itself, one)
+        self._lookouts += [
+            each.parameter.register_hook(reached) for each in self.managed if each.parameter.requires_grad
+        ]
+
+    def reached_hidden(self, one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+        """Backward arrived at a parameter before it came to an output of forward."""
+        if not self._hidden and self.steps > 0:
+            _logger.warning(
+                "%s: a backward does not pass what forward returned. The one before it was perhaps not seen, and then "
+                "its gradients were not averaged over ranks; from now on all are. Return from forward whatever the "
+                "loss is made of.",
+                self.label,
+            )
+        self._hidden = True
+        self.reached_output(one)
+        return self._scaled(gradient) if self._scaling else gradient  # the hooks of _scale_by come too late for this
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -368,8 +405,11 @@ class Reducer:
                 self._add_pass(one)
 
     def _arm(self, task: int, one: ForwardPass) -> None:
+        if self._lookouts:
+            _remove_all(self._lookouts)
         self._mode = _Mode.SYNCING if one.sync else _Mode.MUTED
         self._task = task
+        self._awaiting = False
         self._next = 0
         self._begun = self._counted = False
         self._used_count = 0
@@ -415,6 +455,7 @@ class Reducer:
         def scaled(gradient: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
+        self._scaled = scaled
         for one in self.managed:
             if one.parameter.requires_grad:
                 self._scaling.append(one.parameter.register_hook(scaled))
@@ -741,7 +782,7 @@ class Reducer:
 
     # ------------------------------------------------------------------------------------------ without data
 
-    def answer(self, sync_buffers: Callable[[Sequence[Signal]], None]) -> list[Signal]:
+    def answer(self, answer_forward: Callable[[Sequence[Signal]], None]) -> list[Signal]:
         """Take part in whatever the peers do next, bringing nothing. Returns their signals; all ANSWER: all done."""
         assert self.transport is not None
         self.follow_plan()
@@ -753,8 +794,8 @@ class Reducer:
             recorder.leave()
         self._check(signals)
         call = common_call(signals, self.label)
-        if call is Call.FORWARD and any(signal.buffers for signal in signals):
-            sync_buffers(signals)
+        if call is Call.FORWARD:
+            answer_forward(signals)
         elif call is Call.BACKWARD:
             self._answer_backward()
         return signals
@@ -827,6 +868,7 @@ class Reducer:
         self.failures += 1
         if not self._begun:
             self._next = 0
+            self.follow_plan()  # as the peers did before their forward
             signals = self.transport.exchange(Signal(Call.ANSWER, failed=True))
         else:
             with torch.no_grad():
@@ -836,17 +878,24 @@ class Reducer:
             signals = self.transport.finish()
         self._share_failure(signals)
 
-    def backward_failed(self, completion: int) -> None:
-        """Backward raised: the engine dropped our callback."""
+    def backward_failed(self, completion: int, caller: FrameType | None) -> None:
+        """Backward raised: the engine dropped our callback. `caller` is where the error will arrive."""
         if completion != self._completion:
             return
         self._remove_scaling()
         if self.defer_failure:
             return
-        if self._mode is _Mode.SYNCING:
-            self.fail(None, "backward")
-        else:
+        if self._mode is not _Mode.SYNCING:
             self.abandon_step()
+        elif caller is None:  # a thread of the engine: nobody shows us the error
+            self._tell_failed_backward(completion, None)
+        else:
+            when_raised_in(caller, functools.partial(self._tell_failed_backward, completion))
+
+    def _tell_failed_backward(self, completion: int, error: BaseException | None) -> None:
+        if completion == self._completion and not isinstance(error, KeyboardInterrupt | SystemExit):
+            with contextlib.suppress(PacelineError):  # the peers are gone: what is raised is the error at hand
+                self.fail(error, "backward")
 
     def meet(self, signal: Signal) -> list[Signal]:
         """Exchange signals outside backward. Raises if a peer has failed."""
@@ -902,6 +951,11 @@ def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -
     alive = reducer()
     if alive is not None:
         alive.reached_output(one)
+
+
+def _reached_hidden(reducer: weakref.ref[Reducer], one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+    alive = reducer()
+    return gradient if alive is None else alive.reached_hidden(one, gradient)
 
 
 def _is_large(parameter: torch.Tensor) -> bool:

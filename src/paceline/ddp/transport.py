@@ -11,18 +11,26 @@ from __future__ import annotations
 import abc
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Work
 
 from paceline.ddp.buckets import Bucket, Fill
 from paceline.ddp.samples import weight_of
 from paceline.ddp.signals import Signal
+from paceline.errors import PacelineError, PeerLost
+from paceline.groups import PacelineGroup
+from paceline.groups.store_voice import voice_of
 from paceline.observe.recorder import recorder
 from paceline.observe.status import Place
 
 __all__ = ["GroupTransport", "Transport"]
+
+_SLICE = timedelta(seconds=0.5)  # after which a rank that waits looks whether a peer has said why it does not come
+_PATIENCE_S = 0.5  # the connection to a rank that fails may end before that rank has said why
 
 
 class Transport(abc.ABC):
@@ -137,6 +145,9 @@ class GroupTransport(Transport):
         self._weight: float | None = None
         self._closing: tuple[torch.Tensor, Any] | None = None
         self._in_flight: list[tuple[Any, Bucket]] = []
+        self._voice = voice_of(group)
+        # Our own group looks after its ranks itself; a wait for an accelerator's call is none of the host's.
+        self._looks_around = device.type == "cpu" and not isinstance(group, PacelineGroup)
 
     def begin(self, signal: Signal, *, alone: bool = False) -> None:
         del alone
@@ -146,7 +157,7 @@ class GroupTransport(Transport):
     def began(self) -> list[Signal]:
         if self._begin_work is not None:
             assert self._signals is not None
-            self._begin_work.wait()
+            self._wait(self._begin_work)
             self._begin_work = None
             self._began = _read(self._signals)
         return self._began
@@ -166,20 +177,47 @@ class GroupTransport(Transport):
         for work, bucket in in_flight:
             if bucket.index > 0:  # the wait began as the first bucket's
                 recorder.at_bucket(self.places[bucket.index], bucket.index)
-            work.wait()
+            self._wait(work)
             bucket.received()
             self.averaged_at[bucket.index] = time.monotonic_ns()
         closing, self._closing = self._closing, None
         if closing is None:
             return self.began()
         table, closing_work = closing
-        closing_work.wait()
+        self._wait(closing_work)
         return _read(table)
 
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
         moved = numbers.to(self._device)
-        self.group.allreduce([moved]).wait()
+        self._wait(self.group.allreduce([moved]))
         return moved.cpu()
+
+    def _wait(self, work: Any) -> None:
+        """Wait for a call; if a peer has failed meanwhile, raise what it said."""
+        sliced = self._looks_around and isinstance(work, Work)
+        try:
+            while True:
+                try:
+                    work.wait(_SLICE) if sliced else work.wait()
+                    return
+                except RuntimeError:
+                    if not sliced or work.is_completed():
+                        raise
+                if self._voice is not None and (lost := self._voice.lost_peer()):
+                    raise lost
+        except RuntimeError as error:
+            if self._voice is None or (isinstance(error, PacelineError) and not _is_unexplained(error)):
+                raise
+            lost = self._voice.lost_peer(_PATIENCE_S)
+            if lost is None and not isinstance(error, PacelineError) and _is_lost_connection(error):
+                lost = PeerLost(
+                    f"a peer ended, or its connection was lost, while rank {self.rank} waited for it; it said nothing. "
+                    "Its own output tells more; if it ended well it had fewer steps than this rank: a rank that runs "
+                    f"out of data calls no_more_data(). {type(error).__name__}: {error}"
+                )
+            if lost is None:
+                raise
+            raise lost from error
 
     def _send(self, signal: Signal) -> tuple[torch.Tensor, Any]:
         # A sum in which every rank fills its own row: a gather that every backend has.
@@ -187,6 +225,16 @@ class GroupTransport(Transport):
         table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
         table = table.to(self._device)
         return table, self.group.allreduce([table])
+
+
+def _is_unexplained(error: PacelineError) -> bool:
+    return isinstance(error, PeerLost) and not error.traceback
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """In Gloo's words; others have a type for it."""
+    said = str(error)
+    return any(one in said for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
 
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from types import ModuleType, TracebackType
 from typing import Any
 
-from paceline.errors import StepError
+from paceline.errors import PeerLost, StepError
+from paceline.last_words import hook_beneath, tell_peers
 from paceline.launch.job import Function, Report, Script
 from paceline.observe import session
 
@@ -139,6 +140,7 @@ def _run_file(path: str) -> None:
 def _tell(error: BaseException, report_fd: int) -> int:
     """Report an exception that reached the top; returns the exit code it stands for."""
     now = time.monotonic()
+    tell_peers(error)
     if isinstance(error, SystemExit):
         return _tell_exit(error, report_fd, now)
     tb = _without_our_frames(error.__traceback__)
@@ -147,8 +149,9 @@ def _tell(error: BaseException, report_fd: int) -> int:
         return 130
     text = "".join(traceback.format_exception(type(error), error, tb))
     # A hook of the script's own, such as rich's; torch's would only repeat the traceback.
-    if sys.excepthook is not sys.__excepthook__ and not sys.excepthook.__module__.startswith("torch."):
-        sys.excepthook(type(error), error, tb)
+    hook = hook_beneath(sys.excepthook)
+    if hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
+        hook(type(error), error, tb)
     summary = traceback.format_exception_only(error)[0].strip()
     send_frame(report_fd, Report("error", now, text, summary, _dump(error, tb), _caused_by(error)))
     return 1
@@ -156,7 +159,9 @@ def _tell(error: BaseException, report_fd: int) -> int:
 
 def _caused_by(error: BaseException) -> int | None:
     """The rank that failed first, if this error tells of a failure elsewhere."""
-    other = error.rank if isinstance(error, StepError) else None
+    other = None
+    if isinstance(error, StepError) or (isinstance(error, PeerLost) and error.traceback):
+        other = error.rank
     return other if other is not None and str(other) != os.environ.get("RANK") else None
 
 

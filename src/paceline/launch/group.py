@@ -112,12 +112,24 @@ def _be_observed(timeout: datetime.timedelta | None) -> None:
     from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
 
     rank, world = dist.get_rank(), dist.get_world_size()
+    _be_heard()
     job = os.environ.get(RUN_ID)
     if job is None:
         key, name = "paceline/job", uuid.uuid4().hex
         job = _get_default_store().compare_set(key, "", name).decode() if world > 1 else name
     limit = timeout or default_pg_timeout
     session.joined(rank, world, job=job, timeout_s=limit.total_seconds())
+
+
+def _be_heard() -> None:
+    """An error that ends this rank is told to the others. A group of ours sees to that itself."""
+    import torch.distributed as dist
+
+    from paceline.groups.store_voice import voice_of
+
+    group = dist.group.WORLD
+    assert group is not None
+    voice_of(group)
 
 
 def _given(env: RankEnv, world_size: int, rank: int) -> RankEnv:

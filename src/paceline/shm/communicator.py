@@ -23,8 +23,9 @@ from paceline.errors import (
     PeerLost,
     describe_exit,
 )
+from paceline.last_words import error_in_flight, forget_voice, keep_voice, peer_failed, shortened
 from paceline.shm import native
-from paceline.shm.native import ANY_SOURCE, Kind, Message, Request, Status
+from paceline.shm.native import ANY_SOURCE, WORDS_BYTES, Kind, Message, Request, Status
 from paceline.shm.processes import PidWatch, exit_code_of, is_running
 from paceline.shm.rendezvous import Store, exchange, shared_descriptor
 
@@ -43,6 +44,7 @@ _RING_BYTES_MANY_RANKS = 16 * 1024
 _MANY_RANKS = 16
 _SPIN_NS = 100_000
 _ENDING_MS = 300
+_LONGEST_TEXT = WORDS_BYTES // 2  # so that the error that ends a rank fits beside that of a thread
 _SPIN_NS_CROWDED = 2_000  # more ranks than cores: whoever spins keeps a peer from running
 
 _pid_watch = PidWatch()
@@ -82,9 +84,11 @@ class Communicator:
             quick.plc_message_wait,
         )
         self._allreduce = quick.plc_allreduce
+        self._say = quick.plc_comm_say
         # Freed when no thread can be inside a method any more. Not at exit: the process's end tells the peers more.
         weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
         _seats.add(self)
+        keep_voice(self)
 
     # --- life --------------------------------------------------------------------------------------
     @classmethod
@@ -147,11 +151,34 @@ class Communicator:
         return comm
 
     def leave(self) -> None:
-        """Give up the seat. Peers that still wait for this rank are told."""
+        """Give up the seat. Peers that still wait for this rank are told, and told of the error that passes here."""
+        if self._handle is not None and (passing := error_in_flight()):
+            self.say(passing, leaving=False)
         handle, self._handle = self._handle, None
         if handle is not None:
+            forget_voice(self)
             self._core.plc_comm_leave(handle)
             _unwatch(self._pids, self.rank)
+
+    # --- last words --------------------------------------------------------------------------------
+    def say(self, text: str, *, leaving: bool) -> None:
+        """Leave a text that peers can read whatever becomes of this process."""
+        if self._handle is not None:
+            data = shortened(text, _LONGEST_TEXT)
+            self._say(self._handle, data, len(data), leaving)
+
+    def lost_peer(self) -> PeerLost | None:
+        """What a peer said is part of every error raised here."""
+        return None
+
+    def linger(self) -> None:
+        """The memory is the peers' as well: it needs nobody to stay."""
+
+    def words_of(self, local: int) -> str:
+        """What a rank of this host has said."""
+        room = C.create_string_buffer(WORDS_BYTES)
+        length = self._core.plc_comm_words(self.handle, local, room, WORDS_BYTES)
+        return room.raw[:length].decode(errors="replace")
 
     @property
     def pids(self) -> dict[int, int]:
@@ -274,35 +301,45 @@ class Communicator:
         if status == Status.PEER_LOST:
             return self._peer_lost(failure.rank, where)
         if status == Status.PEER_LEFT:
-            name = self.names[failure.rank]
-            return PeerLost(
-                f"rank {name} (pid {self._pids[failure.rank]}) left the group while rank {self._me} waited for it "
-                f"{where}: it called destroy_process_group, or ended, one call earlier than rank {self._me}",
-                rank=name,
-                pid=self._pids[failure.rank],
-            )
+            return self._peer_left(failure.rank, where)
         by = f"rank {self.names[failure.rank]}" if 0 <= failure.rank < self.size else "a peer"
         return GroupAborted(
             f"rank {self._me} stopped {where}: {by} aborted the group or gave up waiting; see its error. "
             "The group cannot be used again: destroy it and init anew"
         )
 
+    def _peer_left(self, local: int, where: str) -> PeerLost:
+        pid, name = self._pids[local], self.names[local]
+        words = self.words_of(local)
+        if words:
+            return peer_failed(name, pid, words, f"while rank {self._me} waited for it {where}")
+        return PeerLost(
+            f"rank {name} (pid {pid}) left the group while rank {self._me} waited for it {where}: it called "
+            f"destroy_process_group, or ended, one call earlier than rank {self._me}",
+            rank=name,
+            pid=pid,
+        )
+
     def _peer_lost(self, local: int, where: str) -> PeerLost:
         pid, name = self._pids[local], self.names[local]
         code = _exit_code_when_ended(pid)
+        words = self.words_of(local)
+        why = f"Its last words:\n{words.rstrip()}\nThis" if words else "Its own output tells why; this"
         return PeerLost(
             f"rank {name} (pid {pid}) was lost while rank {self._me} waited for it {where}: it {describe_exit(code)}. "
-            "Its own output tells why; this group cannot be used again",
+            f"{why} group cannot be used again",
             rank=name,
             pid=pid,
             exitcode=code,
+            traceback=words,
         )
 
     def _condition(self, local: int) -> str:
         pid = self._pids[local]
         if self._core.plc_comm_peer_left(self.handle, local):
             return f"pid {pid}, left the group"
-        return f"pid {pid}, {'alive' if is_running(pid) else 'not running'}"
+        words = self.words_of(local).strip()
+        return f"pid {pid}, {'alive' if is_running(pid) else 'not running'}" + (f"; it said: {words}" if words else "")
 
     def _mismatch(self) -> MismatchError:
         calls = self.calls()

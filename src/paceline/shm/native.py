@@ -25,14 +25,16 @@ __all__ = [
     "NativeStatus",
     "Request",
     "Status",
+    "WORDS_BYTES",
     "interpreter",
     "library",
     "native_status",
     "quick_library",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ANY_SOURCE = -1
+WORDS_BYTES = 16 * 1024
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
 _LIBRARY = _HERE / "libpaceline_core.so"
@@ -194,6 +196,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_comm_sequence": (_U64, [_PTR]),
     "plc_comm_peer_pid": (_I32, [_PTR, _U32]),
     "plc_comm_peer_left": (_I32, [_PTR, _U32]),
+    "plc_comm_say": (_I32, [_PTR, C.c_char_p, _U64, _I32]),
+    "plc_comm_words": (_U64, [_PTR, _U32, C.c_char_p, _U64]),
     "plc_comm_called_by": (None, [_PTR, C.POINTER(Caller)]),
     "plc_run": (_I32, [_PTR, C.POINTER(Request)]),
     "plc_submit": (_I32, [_PTR, C.POINTER(Request)]),
