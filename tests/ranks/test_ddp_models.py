@@ -10,7 +10,7 @@ import os
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import paceline
 from tests.harness import init_group, run_ranks
@@ -123,6 +123,40 @@ def checkpointing(rank, world):
 
 def test_checkpointing_both_ways_with_shared_layers(ranks):
     ranks(2, checkpointing)
+
+
+class Counting(torch.nn.Module):
+    """Has a buffer, so that forward begins with a meeting of the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = linear(4, 4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+def checkpointing_from_outside(rank, world):
+    """The wrapped model as a whole is checkpointed: its forward runs again in the middle of backward."""
+    join_group()
+    for reentrant in (True, False):
+        for build in (lambda: linear(4, 4, 4), Counting):
+            for early_stop in (True, False):
+                with set_checkpoint_early_stop(early_stop):
+                    same_as_plain(
+                        rank,
+                        world,
+                        build,
+                        lambda model, x, r=reentrant: (
+                            checkpoint(model, x.requires_grad_(), use_reentrant=r).square().mean()
+                        ),
+                    )
+
+
+def test_checkpointing_of_the_wrapped_model(ranks):
+    ranks(2, checkpointing_from_outside)
 
 
 def several_uses(rank, world):

@@ -388,7 +388,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             stated = self._stated_count
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest of this line.
             self.reducer.upcoming = first_batch_size(inputs, kwargs) if stated is None else stated
-        if self._transport is not None:
+        if self._transport is not None and not self.reducer.in_backward:  # a checkpoint computes again what it had
             self._meet_peers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
@@ -435,6 +435,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return output
 
     def _forward_failed(self, error: Exception) -> None:
+        if self.reducer.in_backward:
+            return  # a checkpoint computes again: it may stop early, and if this is an error backward will tell
         if self._low_precision is not None:
             self._low_precision.restore()
         if torch.is_grad_enabled() and self._transport is not None:
