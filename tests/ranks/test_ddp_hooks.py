@@ -118,6 +118,28 @@ def test_hooks_get_what_makes_their_average_exact(ranks):
     ranks(2, exact_under_a_hook)
 
 
+def wrong_results(rank, world):
+    init_group(os.environ["BACKEND"])
+    model = paceline.DistributedDataParallel(net())
+    assert model._get_ddp_logging_data()["has_error"] == 0
+
+    def annotated(state, bucket) -> int: ...
+
+    with pytest.raises(ValueError, match=r"return annotation should be torch\.futures\.Future"):
+        model.register_comm_hook(None, annotated)
+    noted = model._get_ddp_logging_data()
+    assert noted["has_error"] == 1
+    assert "return annotation should be" in noted["error"]
+
+    model.register_comm_hook(None, lambda state, bucket: 1)
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future object, but got int"):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_hooks_that_return_no_future_are_told_so(ranks):
+    ranks(2, wrong_results)
+
+
 def join_with_zero(rank, world):
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer

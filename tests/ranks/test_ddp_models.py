@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import paceline
@@ -157,6 +158,48 @@ def checkpointing_from_outside(rank, world):
 
 def test_checkpointing_of_the_wrapped_model(ranks):
     ranks(2, checkpointing_from_outside)
+
+
+class Passing(dist.ProcessGroup):
+    """A group of the user's own, unknown to torch: hands every call on to another, and is strict about arguments."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self._inner = inner
+        self.calls = 0
+
+    def allreduce(self, tensors, opts):
+        self.calls += 1
+        return self._inner.allreduce(tensors, opts)
+
+    def broadcast(self, tensors, opts):
+        return self._inner.broadcast(tensors, opts)
+
+    def getBackendName(self):  # noqa: N802 - torch's
+        return "passing"
+
+
+class WithSparse(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = torch.nn.Embedding(5, 4, sparse=True), linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        return self.layer(self.table((x.abs() * 10).long() % 5) + x[..., None])
+
+
+def in_a_group_of_the_users_own(rank, world):
+    join_group()
+    group = Passing(dist.group.WORLD)
+    wrap = functools.partial(paceline.DistributedDataParallel, process_group=group)
+    model = same_as_plain(rank, world, WithSparse, wrap=wrap)
+    assert group.calls > 0
+    assert model._get_ddp_logging_data()["backend_name"] == "passing"
+
+
+def test_a_process_group_written_in_python(ranks):
+    ranks(2, in_a_group_of_the_users_own)
 
 
 def several_uses(rank, world):

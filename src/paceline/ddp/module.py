@@ -233,7 +233,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.forward_sync_buffers
 
     def _build_transport(self, managed: Sequence[Managed]) -> None:
-        self._world: int = dist.get_world_size(self.process_group)
+        self._world: int = self.process_group.size()
         self._transport: Transport | None = None
         if self._world > 1:
             self._transport = self._new_transport(managed)
@@ -251,7 +251,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _check_replicas(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
         """Every rank has the same model; then every rank has rank 0's values."""
-        if not self.init_sync or dist.get_world_size(self.process_group) == 1:
+        if not self.init_sync or self.process_group.size() == 1:
             return
         transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         buffers = self._named_buffers()
@@ -463,7 +463,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.optimizer_in_backward = True
 
     def _say_what_is_weighted(self, totals: list[float]) -> None:
-        if dist.get_rank(self.process_group) == 0:
+        if self.process_group.rank() == 0:
             counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
             _logger.warning(
                 "%s: ranks hold different numbers of samples (%s); each gradient is weighted by its rank's number, so "
@@ -625,7 +625,11 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average with `hook(state, bucket) -> Future` instead, as in torch's class. Once, and before training."""
-        check_hook(hook)
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            self.reducer.last_error = str(error)
+            raise
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
@@ -707,8 +711,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         managed = self.reducer.managed
         return {
             "world_size": self._world,
-            "rank": dist.get_rank(self.process_group),
-            "backend_name": dist.get_backend(self.process_group),
+            "rank": self.process_group.rank(),
+            "backend_name": self.process_group.name(),
             "module_name": type(self.module).__name__,
             "iteration": self.reducer.steps,
             "num_parameter_tensors": len(managed),
@@ -722,6 +726,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_rebuilt_buckets": int(self.reducer.replanned),
             "can_set_static_graph": 1,
+            "has_error": int(bool(self.reducer.last_error)),
+            "error": self.reducer.last_error,
         }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -747,7 +753,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def _distributed_rank(self) -> int:
-        return dist.get_rank(self.process_group)
+        return self.process_group.rank()
 
     # ------------------------------------------------------------------------------------------ transparency
 
