@@ -369,6 +369,7 @@ def test_calls_are_numbered_and_roots_and_time_limits_checked():
                 with pytest.raises(paceline.ConfigError, match=f"invalid root rank: {root}"):
                     call(*lists, options)
 
+        assert type(group.create_device(interface="lo")) is type(dist.ProcessGroupGloo.create_device(interface="lo"))
         group._set_default_timeout(timedelta(seconds=77))
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
         dist.destroy_process_group()

@@ -149,6 +149,11 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     def _get_sequence_number_for_group(self) -> int:
         return self._calls
 
+    @staticmethod
+    def create_device(hostname: str = "", interface: str = "", lazy_init: bool | None = None) -> Any:
+        """A network device of Gloo, which ranks on different hosts talk through, for programs written for Gloo."""
+        return dist.ProcessGroupGloo.create_device(hostname, interface, lazy_init)
+
     def _has_hooks(self) -> bool:
         return False
 
