@@ -58,6 +58,9 @@ def _broadcast_piece(
 ) -> None:
     sections = _sections(tensors)
     with torch.no_grad():
+        if len(tensors) == 1 and tensors[0].is_contiguous():  # a large one, as a rule: no copy
+            broadcast_from(source, group, tensors[0].view(-1).view(torch.uint8))
+            return
         if group.rank() == source:
             flat = torch.cat([_flatten_dense_tensors(section).view(torch.uint8) for section in sections])
             broadcast_from(source, group, flat)
