@@ -16,12 +16,12 @@ __all__ = ["GradientRoom", "SharedParameters", "substituted"]
 
 _ALIGN = 64
 _LARGE_BYTES = 1 << 18  # memory of this size costs more to get than to fill
-_Place = tuple[dict[str, Any], str]  # a module's `_parameters` or `_buffers`, and the name in it
+_Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
 
 
 @dataclasses.dataclass
 class _Slot:
-    parameter: torch.Tensor
+    parameter: nn.Parameter
     places: list[_Place]
     name: str
     view: torch.Tensor | None  # None: nothing to share, no elements
@@ -60,7 +60,7 @@ class SharedParameters:
         self.large = [i for i, slot in enumerate(self.trainable) if slot.parameter.nbytes >= _LARGE_BYTES]
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
+    def tensors(self) -> list[nn.Parameter]:
         """The parameters themselves."""
         return [slot.parameter for slot in self.slots]
 
@@ -151,11 +151,12 @@ class substituted:  # noqa: N801 - used like a function, in `with`; a generator 
                     holder[name] = slot.parameter
 
 
-def _places(module: nn.Module) -> list[tuple[str, torch.Tensor, list[_Place]]]:
-    """Parameters, and buffers that require a gradient: they need the same care."""
-    found: dict[int, tuple[str, torch.Tensor, list[_Place]]] = {}
+def _places(module: nn.Module) -> list[tuple[str, nn.Parameter, list[_Place]]]:
+    """Parameters. A buffer that requires a gradient needs the same care and counts as one, in `_buffers`."""
+    found: dict[int, tuple[str, nn.Parameter, list[_Place]]] = {}
     for prefix, part in module.named_modules():
-        for holder in (part._parameters, part._buffers):
+        holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for holder in holders:
             for name, tensor in holder.items():
                 if tensor is not None and (holder is part._parameters or tensor.requires_grad):
                     full = f"{prefix}.{name}" if prefix else name
@@ -167,7 +168,7 @@ def _room(parameter: torch.Tensor) -> int:
     return -(-parameter.numel() * parameter.element_size() // _ALIGN) * _ALIGN
 
 
-def _move(name: str, parameter: torch.Tensor, memory: mmap.mmap, offset: int) -> torch.Tensor | None:
+def _move(name: str, parameter: nn.Parameter, memory: mmap.mmap, offset: int) -> torch.Tensor | None:
     if parameter.device.type != "cpu" or parameter.layout != torch.strided:
         raise ConfigError(
             f"DataParallel with worker processes needs dense parameters on the CPU; {name} is a {parameter.layout} "
