@@ -152,6 +152,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._divide_by_initial_world_size: bool | None = None
         self._buffer_hook: BufferHook | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
+        self._hook_name: str | None = None
         self._ddp_sink_clone = True
         self._lazy_init_ran = False
         self._is_plain = False  # nothing happens before or after forward but averaging; known at the first one
@@ -612,6 +613,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         source = next(rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER)
         sync_buffers(self.process_group, buffers, source)
 
+    broadcast_bucket_size = 250 * MIB  # torch's, for programs that pass it on; messages here have their own size
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """What torch's class calls to make buffers equal, for buffer hooks that want just that."""
+        del bucket_size
+        tensors = self.modules_buffers if bufs is None else bufs
+        sync_buffers(
+            self.process_group, dict(zip(map(str, range(len(tensors))), tensors, strict=True)), authoritative_rank
+        )
+
     def _run_buffer_hook(self, hook: BufferHook) -> None:
         with torch.no_grad():
             futures = hook.hook(hook.state, self._named_buffers())
@@ -639,11 +652,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._use_hook(state, hook)
+        self._hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         if self.reducer.hook is not None:
             raise RuntimeError("register_builtin_comm_hook or register_comm_hook can only be called once.")
         self._use_hook(None, builtin_hook(comm_hook_type, self.process_group))
+        self._hook_name = str(comm_hook_type)
 
     def _use_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         if not isinstance(self._transport, GroupTransport):  # one rank, or shared memory: the hook decides instead
@@ -731,6 +746,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_rebuilt_buckets": int(self.reducer.replanned),
             "can_set_static_graph": 1,
+            "comm_hook": self._hook_name,
             "has_error": int(bool(self.reducer.last_error)),
             "error": self.reducer.last_error,
         }
