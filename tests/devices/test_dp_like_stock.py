@@ -31,6 +31,8 @@ class Net(nn.Module):
         self.calls.add_(1)
         if x is None:
             return self.second(torch.ones(2, 5, dtype=torch.float64, device=self.calls.device))
+        if self.how == "half":
+            return self.first(x)
         out = self.second(self.first(x).tanh()) * scale
         if more is not None:
             out = out + more["shift"][0]
@@ -71,6 +73,11 @@ def twice(model: Any) -> Any:
     return model(batch(4)) + model(batch(4, 1))
 
 
+def penalty(model: Any) -> Any:
+    x = batch(4).requires_grad_()
+    return torch.autograd.grad(model(x).sum(), x, create_graph=True)[0]
+
+
 def in_eval(model: Any) -> Any:
     return model.eval()(batch(4))
 
@@ -87,6 +94,8 @@ CASES: dict[str, tuple[Callable[[Any], Any], dict[str, Any], str]] = {
     "frozen parameter": (frozen, {}, "plain"),
     "two forwards, one backward": (twice, {}, "plain"),
     "eval": (in_eval, {}, "plain"),
+    "parameters nobody uses": (plain, {}, "half"),
+    "gradient penalty on the inputs": (penalty, {}, "plain"),
 }
 
 

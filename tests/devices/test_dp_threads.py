@@ -66,3 +66,97 @@ def test_dropout_differs_between_devices_and_repeats(sim_machine):
             assert not torch.equal(first[0], first[1])
 
     sim_machine.on_devices(body)
+
+
+class Words(nn.Module):
+    """An embedding with sparse gradients and a buffer that requires one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 4, sparse=True).double()
+        self.register_buffer("scale", torch.linspace(1, 2, 4, dtype=torch.float64, requires_grad=True))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        return (self.table(words) * self.scale).sum(1)
+
+
+def test_sparse_gradients_and_buffers_that_require_one(sim_machine):
+    def body(machine):
+        import paceline
+
+        torch.manual_seed(0)
+        bare, words = Words(), torch.randint(9, (7, 3))
+        module = copy.deepcopy(bare).to(machine.device(0))
+        module.scale = module.scale.detach().requires_grad_()
+        with paceline.DataParallel(module, device_ids=[0, 1, 2]) as model:
+            for _ in range(2):
+                out = model(words)
+                torch.testing.assert_close(out.cpu(), bare(words), rtol=1e-12, atol=0)
+                out.square().sum().backward()
+                bare(words).square().sum().backward()
+                found, expected = module.table.weight.grad, bare.table.weight.grad
+                assert found.is_sparse
+                torch.testing.assert_close(found.to_dense().cpu(), expected.to_dense(), rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(module.scale.grad.cpu(), bare.scale.grad, rtol=1e-12, atol=1e-15)
+                for each in (bare, module):
+                    each.scale.data.mul_(0.5)  # replicas follow, though nothing but the memory tells of it
+
+    sim_machine.on_devices(body)
+
+
+def test_steps_that_go_past_autograd_reach_all_replicas(sim_machine):
+    """`parameter.data.sub_(...)` leaves the parameter's version as it is."""
+
+    def body(machine):
+        import paceline
+
+        torch.manual_seed(0)
+        bare = nn.Linear(3, 2).double()
+        module = copy.deepcopy(bare).to(machine.device(0))
+        x = torch.randn(6, 3, dtype=torch.float64)
+        with paceline.DataParallel(module, device_ids=[0, 1, 2]) as model:
+            for _ in range(3):
+                torch.testing.assert_close(model(x).cpu(), bare(x), rtol=1e-12, atol=1e-15)
+                kept = model(x)
+                for each in (model, bare):
+                    each(x).square().sum().backward()
+                    for parameter in each.parameters():
+                        parameter.data.sub_(0.1 * parameter.grad.data)
+                        parameter.grad = None
+                model(x)
+                kept.sum().backward()  # the copies it was computed with are still its own
+                model.zero_grad()
+
+    sim_machine.on_devices(body)
+
+
+def test_moving_the_wrapped_module_moves_the_work(sim_machine):
+    def body(machine):
+        import paceline
+
+        x = torch.randn(6, 3)
+        module = nn.Linear(3, 2)
+        expected = module(x)
+        with paceline.DataParallel(module) as model:
+            for place, devices in ((machine.device(0), [0, 1, 2, 3]), ("cpu", [])):
+                assert model.to(place) is model
+                assert model.device_ids == devices
+                out = model(x)
+                assert out.device == torch.device(place)
+                torch.testing.assert_close(out.cpu(), expected)
+
+    sim_machine.on_devices(body)
+
+
+def test_parameters_without_a_shape_are_refused(sim_machine):
+    def body(machine):
+        import paceline
+
+        module = nn.LazyLinear(2, device=machine.device(0))
+        with paceline.DataParallel(module) as model:
+            with pytest.raises(ValueError, match=r"uninitialized parameter.*LazyLinear.*dummy forward"):
+                model(torch.ones(4, 3))
+            module(torch.ones(4, 3).to(machine.device(0)))
+            assert model(torch.ones(4, 3)).shape == (4, 2)
+
+    sim_machine.on_devices(body)

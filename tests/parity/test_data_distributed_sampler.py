@@ -101,3 +101,10 @@ def test_bad_input(arguments, words):
     with pytest.raises(ConfigError) as caught:
         DistributedSampler(Sized(10), *arguments)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize("rank", [-1, 3])
+def test_wrong_ranks_are_refused_in_torchs_words(rank):
+    for kind in (DistributedSampler, torch.utils.data.DistributedSampler):
+        with pytest.raises(ValueError, match=f"Invalid rank {rank}"):
+            kind(Sized(10), 3, rank)

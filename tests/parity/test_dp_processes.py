@@ -410,6 +410,34 @@ def test_sparse_gradients(wrap):
     close(model.module.weight.grad.to_dense(), bare.weight.grad.to_dense())
 
 
+class Scaled(nn.Module):
+    """No parameter, but a buffer that requires a gradient, and one that does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.linspace(1, 2, 3, dtype=torch.float64, requires_grad=True))
+        self.register_buffer("shift", torch.ones(3, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale + self.shift
+
+
+def test_buffers_that_require_a_gradient(wrap):
+    bare = Scaled()
+    model = wrap(copy.deepcopy(bare), 3)
+    x = torch.randn(7, 3, dtype=torch.float64)
+    for _ in range(3):
+        for m in (model, bare):
+            m(x).square().sum().backward()
+        close(model.module.scale.grad, bare.scale.grad)
+        for m in (model.module, bare):
+            with torch.no_grad():
+                m.scale -= 0.1 * m.scale.grad
+                m.shift *= 2
+    module = model.module
+    torch.autograd.gradcheck(lambda scale: model(x), (module.scale,), check_batched_grad=False)
+
+
 def test_a_module_before_and_after(wrap):
     torch.manual_seed(0)
     before, after = nn.Linear(6, 6).double(), nn.Linear(3, 1).double()

@@ -339,6 +339,44 @@ def test_splitting_a_group():
     run_ranks(4, check)
 
 
+def test_calls_are_numbered_and_roots_and_time_limits_checked():
+    def check(rank, world):
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        init_group("paceline")
+        group = dist.group.WORLD
+        first = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(torch.ones(3), async_op=True).wait()
+        dist.broadcast(torch.ones(3), 0)
+        dist.barrier()
+        assert group._get_sequence_number_for_group() == first + 4
+
+        for call, kind, lists in (
+            (group.broadcast, dist.BroadcastOptions, ([torch.ones(1)],)),
+            (group.reduce, dist.ReduceOptions, ([torch.ones(1)],)),
+            (group.gather, dist.GatherOptions, ([], [torch.ones(1)])),
+            (group.scatter, dist.ScatterOptions, ([torch.ones(1)], [])),
+        ):
+            for root in (-1, world):
+                options = kind()
+                options.rootRank = root
+                with pytest.raises(paceline.ConfigError, match=f"invalid root rank: {root}"):
+                    call(*lists, options)
+
+        assert type(group.create_device(interface="lo")) is type(dist.ProcessGroupGloo.create_device(interface="lo"))
+        group._set_default_timeout(timedelta(seconds=77))
+        assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
+        dist.destroy_process_group()
+
+    run_ranks(2, check)
+
+
 def test_wrong_arguments_say_what_is_wrong():
     def check(rank, world):
         import pytest

@@ -118,6 +118,52 @@ def test_hooks_get_what_makes_their_average_exact(ranks):
     ranks(2, exact_under_a_hook)
 
 
+def buffer_hook(rank, world):
+    init_group(os.environ["BACKEND"])
+    model = paceline.DistributedDataParallel(torch.nn.Sequential(net(), torch.nn.BatchNorm1d(4)))
+    model._register_buffer_comm_hook(model, lambda state, buffers: state._default_broadcast_coalesced())
+    model(torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))).sum().backward()
+    assert model._get_ddp_logging_data()["comm_hook"] is None
+    model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
+    assert model._get_ddp_logging_data()["comm_hook"] == str(dist.BuiltinCommHookType.ALLREDUCE)
+    other = paceline.DistributedDataParallel(net())
+    other.register_comm_hook(None, wrong_bucket_size)
+    assert other._get_ddp_logging_data()["comm_hook"] == "wrong_bucket_size"
+    return model.module[1].running_mean
+
+
+def wrong_bucket_size(state, bucket):
+    raise AssertionError
+
+
+def test_buffer_hooks_may_call_torchs_broadcast_and_hooks_are_named(ranks):
+    one, other = ranks(2, buffer_hook)
+    assert one.any()
+    assert torch.equal(one, other)
+
+
+def wrong_results(rank, world):
+    init_group(os.environ["BACKEND"])
+    model = paceline.DistributedDataParallel(net())
+    assert model._get_ddp_logging_data()["has_error"] == 0
+
+    def annotated(state, bucket) -> int: ...
+
+    with pytest.raises(ValueError, match=r"return annotation should be torch\.futures\.Future"):
+        model.register_comm_hook(None, annotated)
+    noted = model._get_ddp_logging_data()
+    assert noted["has_error"] == 1
+    assert "return annotation should be" in noted["error"]
+
+    model.register_comm_hook(None, lambda state, bucket: 1)
+    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future object, but got int"):
+        model(torch.ones(2, 8)).sum().backward()
+
+
+def test_hooks_that_return_no_future_are_told_so(ranks):
+    ranks(2, wrong_results)
+
+
 def join_with_zero(rank, world):
     from torch.distributed.algorithms.join import Join
     from torch.distributed.optim import ZeroRedundancyOptimizer

@@ -12,7 +12,8 @@ import os
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import paceline
 from tests.harness import init_group, run_ranks
@@ -125,6 +126,82 @@ def checkpointing(rank, world):
 
 def test_checkpointing_both_ways_with_shared_layers(ranks):
     ranks(2, checkpointing)
+
+
+class Counting(torch.nn.Module):
+    """Has a buffer, so that forward begins with a meeting of the ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = linear(4, 4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.layers(x)
+
+
+def checkpointing_from_outside(rank, world):
+    """The wrapped model as a whole is checkpointed: its forward runs again in the middle of backward."""
+    join_group()
+    for reentrant in (True, False):
+        for build in (lambda: linear(4, 4, 4), Counting):
+            for early_stop in (True, False):
+                with set_checkpoint_early_stop(early_stop):
+                    same_as_plain(
+                        rank,
+                        world,
+                        build,
+                        lambda model, x, r=reentrant: (
+                            checkpoint(model, x.requires_grad_(), use_reentrant=r).square().mean()
+                        ),
+                    )
+
+
+def test_checkpointing_of_the_wrapped_model(ranks):
+    ranks(2, checkpointing_from_outside)
+
+
+class Passing(dist.ProcessGroup):
+    """A group of the user's own, unknown to torch: hands every call on to another, and is strict about arguments."""
+
+    def __init__(self, inner):
+        super().__init__(inner.rank(), inner.size())
+        self._inner = inner
+        self.calls = 0
+
+    def allreduce(self, tensors, opts):
+        self.calls += 1
+        return self._inner.allreduce(tensors, opts)
+
+    def broadcast(self, tensors, opts):
+        return self._inner.broadcast(tensors, opts)
+
+    def getBackendName(self):  # noqa: N802 - torch's
+        return "passing"
+
+
+class WithSparse(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.layer = torch.nn.Embedding(5, 4, sparse=True), linear(4, 4)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        return self.layer(self.table((x.abs() * 10).long() % 5) + x[..., None])
+
+
+def in_a_group_of_the_users_own(rank, world):
+    join_group()
+    group = Passing(dist.group.WORLD)
+    wrap = functools.partial(paceline.DistributedDataParallel, process_group=group)
+    model = same_as_plain(rank, world, WithSparse, wrap=wrap)
+    assert group.calls > 0
+    assert model._get_ddp_logging_data()["backend_name"] == "passing"
+
+
+def test_a_process_group_written_in_python(ranks):
+    ranks(2, in_a_group_of_the_users_own)
 
 
 def several_uses(rank, world):

@@ -38,6 +38,21 @@ def world_of_one(tmp_path):
     dist.destroy_process_group()
 
 
+class Lonely(dist.ProcessGroup):
+    """A group of one that torch has no record of."""
+
+    def getBackendName(self):  # noqa: N802 - torch's
+        return "lonely"
+
+
+def test_a_group_of_one_that_torch_does_not_know():
+    module = torch.nn.Linear(2, 1)
+    model = paceline.DistributedDataParallel(module, process_group=Lonely(0, 1))
+    model(torch.ones(3, 2)).sum().backward()
+    assert torch.equal(module.weight.grad, torch.full((1, 2), 3.0))
+    assert model._get_ddp_logging_data()["backend_name"] == "lonely"
+
+
 def test_tensors_are_found_in_anything():
     a, b = torch.ones(3), torch.ones(2, 4)
     pair = collections.namedtuple("pair", "left right")

@@ -44,7 +44,12 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
         rank = dist.get_rank() if rank is None else rank
         check_rank(rank, num_replicas)
-        super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)
+        self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.epoch = 0
+        length = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__; stock needs one too
+        self.num_samples = _share_of(length, num_replicas, drop_last)
+        self.total_size = self.num_samples * num_replicas
         self._finished: tuple[int, int] | None = None  # (seed, epoch) of a whole pass since the last set_epoch
         self._warned = False
 
@@ -59,7 +64,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which chooses the order when shuffling."""
-        super().set_epoch(epoch)
+        self.epoch = epoch
         self._finished = None
 
     def _share(self, seed: int) -> torch.Tensor:
@@ -86,3 +91,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
                 "epochs advance by themselves.",
                 stacklevel=3,
             )
+
+
+def _share_of(length: int, num_replicas: int, drop_last: bool) -> int:
+    """Samples per rank. Only an uneven end is dropped, so a dataset that divides evenly loses nothing."""
+    return length // num_replicas if drop_last else -(-length // num_replicas)

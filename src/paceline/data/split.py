@@ -67,7 +67,7 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, found {world_size}")
     if not 0 <= rank < world_size:
-        raise ConfigError(f"rank {rank} is outside of 0..{world_size - 1}, the ranks of world_size={world_size}")
+        raise ConfigError(f"Invalid rank {rank}: the ranks of world_size={world_size} are 0..{world_size - 1}")
     return rank, world_size
 
 

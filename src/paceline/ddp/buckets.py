@@ -18,6 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.ddp.collectives import all_reduce
+
 # getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
 _OWN_REFERENCES = 2
 _REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pairs
@@ -309,7 +311,7 @@ class DenseBucket(Bucket):
         return torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
 
     def all_reduce(self, group: dist.ProcessGroup) -> Any:
-        return group.allreduce([self.wire()])
+        return all_reduce(group, self.wire())
 
     def replace(self, result: torch.Tensor) -> None:
         """A communication hook answered with another tensor."""
@@ -458,9 +460,9 @@ class _SparseSum:
         self._value, self._group = value, group
         self.result: torch.Tensor = value
         # Only the counts travel while backward goes on; the rest needs them and follows in wait().
-        self._counts = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=value.device)
-        self._counts[dist.get_rank(group)] = value._nnz()
-        self._work = group.allreduce([self._counts])
+        self._counts = torch.zeros(group.size(), dtype=torch.int64, device=value.device)
+        self._counts[group.rank()] = value._nnz()
+        self._work = all_reduce(group, self._counts)
 
     def wait(self) -> None:
         self._work.wait()
@@ -468,10 +470,10 @@ class _SparseSum:
         value, world = self._value, self._counts.numel()
         indices = value.indices().new_zeros(world, longest)
         values = value.values().new_zeros(world, longest, *value.values().shape[1:])
-        rank = dist.get_rank(self._group)
+        rank = self._group.rank()
         indices[rank, : value._nnz()] = value.indices()[0]
         values[rank, : value._nnz()] = value.values()
-        for work in (self._group.allreduce([indices]), self._group.allreduce([values])):
+        for work in (all_reduce(self._group, indices), all_reduce(self._group, values)):
             work.wait()
         valid = torch.arange(longest, device=value.device)[None, :] < self._counts[:, None]
         self.result = torch.sparse_coo_tensor(

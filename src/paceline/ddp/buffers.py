@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from paceline.ddp.collectives import broadcast_from
+
 __all__ = ["BufferHook", "broadcast", "sync_buffers"]
 
 _PIECE_BYTES = 16 * 1024 * 1024
@@ -57,15 +59,15 @@ def _broadcast_piece(
     sections = _sections(tensors)
     with torch.no_grad():
         if len(tensors) == 1 and tensors[0].is_contiguous():  # a large one, as a rule: no copy
-            group.broadcast(tensors[0].view(-1).view(torch.uint8), source).wait()
+            broadcast_from(source, group, tensors[0].view(-1).view(torch.uint8))
             return
-        if dist.get_rank(group) == source:
+        if group.rank() == source:
             flat = torch.cat([_flatten_dense_tensors(section).view(torch.uint8) for section in sections])
-            group.broadcast(flat, source).wait()
+            broadcast_from(source, group, flat)
             return
         sizes = [sum(tensor.numel() * tensor.element_size() for tensor in section) for section in sections]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
-        group.broadcast(flat, source).wait()
+        broadcast_from(source, group, flat)
         for section, part in zip(sections, flat.split(sizes), strict=True):
             received = _unflatten_dense_tensors(part.view(section[0].dtype), section)
             torch._foreach_copy_(section, list(received))

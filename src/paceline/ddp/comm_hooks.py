@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
+from paceline.ddp.collectives import all_reduce
 from paceline.errors import ConfigError
 
 __all__ = ["CommHook", "Hook", "HookBucket", "builtin_hook", "check_hook"]
@@ -63,7 +64,13 @@ class CommHook:
         self._owed: list[tuple[torch.futures.Future[Any], Bucket]] = []
 
     def start(self, bucket: Bucket, *, is_last: bool) -> None:
-        self._owed.append((self._hook(self._state, HookBucket(bucket, is_last)), bucket))
+        future = self._hook(self._state, HookBucket(bucket, is_last))
+        if not isinstance(future, torch._C.Future):
+            raise ConfigError(
+                f"DistributedDataParallel's communication hook {getattr(self._hook, '__name__', self._hook)!r}: the "
+                f"callback must return a torch.futures.Future object, but got {type(future).__name__}"
+            )
+        self._owed.append((future, bucket))
 
     def finish(self) -> None:
         """Wait for all futures and put what they hold into the buckets."""
@@ -97,14 +104,14 @@ def check_hook(hook: Any) -> None:
 
 def builtin_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> Hook:
     """Torch's two built-in hooks."""
-    world = dist.get_world_size(group)
+    world = group.size()
 
     def allreduce(_: Any, bucket: Any) -> torch.futures.Future[Any]:
-        return group.allreduce([bucket.buffer().div_(world)]).get_future()
+        return all_reduce(group, bucket.buffer().div_(world)).get_future()
 
     def fp16_compress(_: Any, bucket: Any) -> torch.futures.Future[Any]:
         small = bucket.buffer().to(torch.float16).div_(world)
-        future = group.allreduce([small]).get_future()
+        future = all_reduce(group, small).get_future()
         return future.then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
     if kind == BuiltinCommHookType.ALLREDUCE:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.ddp.buffers import broadcast
+from paceline.ddp.collectives import all_reduce
 
 __all__ = ["DelayedParameters"]
 
@@ -46,7 +47,7 @@ class DelayedParameters:
                 one.grad = view
 
     def _average(self, gradient: torch.Tensor) -> torch.Tensor:
-        self._buffer.div_(dist.get_world_size(self._group))
-        self._work: Any = self._group.allreduce([self._buffer])
+        self._buffer.div_(self._group.size())
+        self._work: Any = all_reduce(self._group, self._buffer)
         self._work.wait()
         return gradient

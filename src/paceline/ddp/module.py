@@ -154,6 +154,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self._divide_by_initial_world_size: bool | None = None
         self._buffer_hook: BufferHook | None = None
         self._comm_hooks: list[tuple[Any, Any]] = []
+        self._hook_name: str | None = None
         self._ddp_sink_clone = True
         self._lazy_init_ran = False
         self._is_transparent = False  # one rank, and nothing happens before or after forward; known at the first one
@@ -239,7 +240,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.forward_sync_buffers
 
     def _build_transport(self, managed: Sequence[Managed]) -> None:
-        self._world: int = dist.get_world_size(self.process_group)
+        self._world: int = self.process_group.size()
         if any(one.parameter.is_cpu for one in managed):
             on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
             keep_freed_memory(int(on_host) if on_host.isdigit() else self._world)
@@ -260,7 +261,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _check_replicas(self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool) -> None:
         """Every rank has the same model; then, unless init_sync is off, every rank has rank 0's values."""
-        if dist.get_world_size(self.process_group) == 1:
+        if self.process_group.size() == 1:
             return
         transport = GroupTransport(self.process_group, _signal_device(self.process_group, self.device))
         buffers = self._named_buffers()
@@ -407,7 +408,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             stated = self._stated_count
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest of this line.
             self.reducer.upcoming = first_batch_size(inputs, kwargs) if stated is None else stated
-        if self._transport is not None:
+        if self._transport is not None and not self.reducer.in_backward:  # a checkpoint computes again what it had
             self._meet_peers()
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
@@ -468,6 +469,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return output
 
     def _forward_failed(self, error: Exception) -> None:
+        if self.reducer.in_backward:
+            return  # a checkpoint computes again: it may stop early, and if this is an error backward will tell
         if self._low_precision is not None:
             self._low_precision.restore()
         if torch.is_grad_enabled() and self._transport is not None:
@@ -494,7 +497,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         self.reducer.optimizer_in_backward = True
 
     def _say_what_is_weighted(self, totals: list[float]) -> None:
-        if dist.get_rank(self.process_group) == 0:
+        if self.process_group.rank() == 0:
             counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
             _logger.warning(
                 "%s: ranks hold different numbers of samples (%s); each gradient is weighted by its rank's number, so "
@@ -654,6 +657,18 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         source = next(rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER)
         sync_buffers(self.process_group, buffers, source)
 
+    broadcast_bucket_size = 250 * MIB  # torch's, for programs that pass it on; messages here have their own size
+
+    def _default_broadcast_coalesced(
+        self, bufs: Sequence[torch.Tensor] | None = None, bucket_size: int | None = None, authoritative_rank: int = 0
+    ) -> None:
+        """What torch's class calls to make buffers equal, for buffer hooks that want just that."""
+        del bucket_size
+        tensors = self.modules_buffers if bufs is None else bufs
+        sync_buffers(
+            self.process_group, dict(zip(map(str, range(len(tensors))), tensors, strict=True)), authoritative_rank
+        )
+
     def _run_buffer_hook(self, hook: BufferHook) -> None:
         with torch.no_grad():
             futures = hook.hook(hook.state, self._named_buffers())
@@ -672,16 +687,22 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Average with `hook(state, bucket) -> Future` instead, as in torch's class. Once, and before training."""
-        check_hook(hook)
+        try:
+            check_hook(hook)
+        except (TypeError, ValueError) as error:
+            self.reducer.last_error = str(error)
+            raise
         if self.reducer.hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._comm_hooks.append((hook, state))
         self._use_hook(state, hook)
+        self._hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         if self.reducer.hook is not None:
             raise RuntimeError("register_builtin_comm_hook or register_comm_hook can only be called once.")
         self._use_hook(None, builtin_hook(comm_hook_type, self.process_group))
+        self._hook_name = str(comm_hook_type)
 
     def _use_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         if not isinstance(self._transport, GroupTransport):  # one rank, or shared memory: the hook decides instead
@@ -754,8 +775,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         managed = self.reducer.managed
         return {
             "world_size": self._world,
-            "rank": dist.get_rank(self.process_group),
-            "backend_name": dist.get_backend(self.process_group),
+            "rank": self.process_group.rank(),
+            "backend_name": self.process_group.name(),
             "module_name": type(self.module).__name__,
             "iteration": self.reducer.steps,
             "num_parameter_tensors": len(managed),
@@ -769,6 +790,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_rebuilt_buckets": int(self.reducer.replanned),
             "can_set_static_graph": 1,
+            "comm_hook": self._hook_name,
+            "has_error": int(bool(self.reducer.last_error)),
+            "error": self.reducer.last_error,
         }
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
@@ -794,7 +818,7 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     @property
     def _distributed_rank(self) -> int:
-        return dist.get_rank(self.process_group)
+        return self.process_group.rank()
 
     # ------------------------------------------------------------------------------------------ transparency
 

@@ -30,6 +30,7 @@ import torch
 from torch.autograd import Variable
 
 from paceline.ddp.buckets import Bucket, DenseBucket, LoneBucket, SparseBucket, State
+from paceline.ddp.collectives import all_reduce
 from paceline.ddp.comm_hooks import CommHook
 from paceline.ddp.passing_error import when_raised_in
 from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
@@ -141,6 +142,7 @@ class Reducer:
         self.after_step: list[Callable[[], None]] = []
         self.optimizer_in_backward = False  # the hook has stepped and cleared the gradients already
         self.pending_futures: list[Any] = []  # of buffer hooks: waited for at the end of backward
+        self.last_error = ""
         self.failures = 0  # steps this rank has reported as failed
         self.defer_failure = False  # someone who has the traceback will report a failed backward
         self.steps = 0
@@ -300,7 +302,7 @@ class Reducer:
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
         """Called by this name by torch's optimizer-in-backward and mixed-precision hooks: a plain sum."""
         assert self.transport is not None
-        return self.transport.group.allreduce([bucket.buffer()]).get_future()
+        return all_reduce(self.transport.group, bucket.buffer()).get_future()
 
     def _get_local_used_map(self) -> torch.Tensor:
         """How many ranks used each parameter in the last step."""
@@ -854,6 +856,7 @@ class Reducer:
                 self._send_nothing()
             self.transport.finish()
         texts = self.transport.texts(self._trouble or "")
+        self.last_error = "\n".join(filter(None, texts))
         self.abandon_step()
         return [rank for rank, signal in enumerate(signals) if signal.failed], texts
 

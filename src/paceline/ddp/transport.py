@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
 from paceline.ddp.buckets import Bucket, Fill
+from paceline.ddp.collectives import all_reduce
 from paceline.ddp.samples import weight_of
 from paceline.ddp.signals import Signal
 from paceline.errors import PacelineError, PeerLost
@@ -38,8 +39,8 @@ class Transport(abc.ABC):
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.rank: int = dist.get_rank(group)
-        self.world: int = dist.get_world_size(group)
+        self.rank: int = group.rank()
+        self.world: int = group.size()
         self.by_samples = True
         self.divide_by_world = False  # torch's rule for ranks without data, see samples.weight_of
         self.members: tuple[int, ...] = _members(group)
@@ -189,7 +190,7 @@ class GroupTransport(Transport):
 
     def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
         moved = numbers.to(self._device)
-        self._wait(self.group.allreduce([moved]))
+        self._wait(all_reduce(self.group, moved))
         return moved.cpu()
 
     def _wait(self, work: Any) -> None:
@@ -224,7 +225,7 @@ class GroupTransport(Transport):
         table = torch.zeros(self.world, Signal.WIDTH, dtype=torch.float64)
         table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
         table = table.to(self._device)
-        return table, self.group.allreduce([table])
+        return table, all_reduce(self.group, table)
 
 
 def _is_unexplained(error: PacelineError) -> bool:
@@ -239,9 +240,12 @@ def _is_lost_connection(error: RuntimeError) -> bool:
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
     """The ranks of a group that has not all of them."""
-    if group.size() == dist.get_world_size():
+    if not dist.is_initialized() or group.size() == dist.get_world_size():
         return ()
-    return tuple(dist.get_process_group_ranks(group))
+    try:
+        return tuple(dist.get_process_group_ranks(group))
+    except KeyError:  # a group of the caller's own making, which torch has no record of
+        return ()
 
 
 def _read(table: torch.Tensor) -> list[Signal]:

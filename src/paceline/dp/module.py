@@ -176,6 +176,16 @@ class DataParallel(nn.Module):
         ids: Sequence[int | torch.device] = options.device_ids or range(torch.accelerator.device_count())
         return [_device(each) for each in ids]
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """All of torch's ways to move a module lead here: `DataParallel(module).to(device)` runs on that device."""
+        moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        if not self._is_closed and isinstance(self._executor, ThreadExecutor) != bool(self._devices()):
+            if self._executor is not None:
+                self._executor.end()
+            self.device_ids, self.output_device = [], None
+            self._executor = self._make_executor()
+        return moved
+
     @property
     def workers(self) -> int:
         """How many replicas a large enough batch is split among."""

@@ -152,12 +152,15 @@ class substituted:  # noqa: N801 - used like a function, in `with`; a generator 
 
 
 def _places(module: nn.Module) -> list[tuple[str, nn.Parameter, list[_Place]]]:
+    """Parameters. A buffer that requires a gradient needs the same care and counts as one, in `_buffers`."""
     found: dict[int, tuple[str, nn.Parameter, list[_Place]]] = {}
     for prefix, part in module.named_modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                full = f"{prefix}.{name}" if prefix else name
-                found.setdefault(id(parameter), (full, parameter, []))[2].append((part._parameters, name))
+        holders: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
+        for holder in holders:
+            for name, tensor in holder.items():
+                if tensor is not None and (holder is part._parameters or tensor.requires_grad):
+                    full = f"{prefix}.{name}" if prefix else name
+                    found.setdefault(id(tensor), (full, tensor, []))[2].append((holder, name))
     return list(found.values())
 
 

@@ -206,11 +206,11 @@ class _Buffers:
             (part._buffers, name)
             for part in module.modules()
             for name, buffer in part._buffers.items()
-            if buffer is not None
+            if _is_told(buffer)
         ]
         self._seen = [(holder[name], _version(holder[name])) for holder, name in self.places]
         self._trained = False  # since buffers were last looked at
-        self._owners = [part for part in module.modules() for buffer in part._buffers.values() if buffer is not None]
+        self._owners = [part for part in module.modules() for buffer in part._buffers.values() if _is_told(buffer)]
 
     def fit(self) -> bool:
         for (holder, name), (seen, _) in zip(self.places, self._seen, strict=True):
@@ -237,6 +237,11 @@ class _Buffers:
 
     def values(self, indices: Sequence[int]) -> list[torch.Tensor]:
         return [holder[name] for holder, name in (self.places[index] for index in indices)]
+
+
+def _is_told(buffer: torch.Tensor | None) -> bool:
+    """Those that require a gradient are shared, like parameters."""
+    return buffer is not None and not buffer.requires_grad
 
 
 def _may_change_unseen(owner: nn.Module, buffer: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline.dp.combine import Joint, join_leaf, same_structure
 from paceline.dp.joints import refuse_create_graph
@@ -58,6 +59,7 @@ class ThreadExecutor:
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
+        self._check_shapes()
         self._check_places()
         split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
         used = self._devices[: len(split.ranges)]
@@ -77,6 +79,15 @@ class ThreadExecutor:
         self._threads.shutdown(wait=True)
         self.refresh()
 
+    def _check_shapes(self) -> None:
+        for name, part in self._module.named_modules():
+            if isinstance(part, LazyModuleMixin) and hasattr(part, "_initialize_hook"):  # gone once it has run
+                raise ConfigError(
+                    f"Attempted to use an uninitialized parameter: those of {name or 'the module'} "
+                    f"({type(part).__name__}) have no shape yet and cannot be copied to the replicas of DataParallel. "
+                    "Run a dummy forward pass of the module first"
+                )
+
     def _check_places(self) -> None:
         first = self._devices[0]
         for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
@@ -88,13 +99,13 @@ class ThreadExecutor:
 
     # --- 1: refresh ------------------------------------------------------------------------------
     def _refresh(self, streams: Sequence[torch.Stream]) -> list[nn.Module]:
-        parameters = list(self._module.parameters())
+        parameters = [*self._module.parameters(), *(one for one in self._module.buffers() if one.requires_grad)]
         copies = [
             kept.refreshed(parameters, stream, streams[0])
             for kept, stream in zip(self._replicas, streams, strict=False)
         ]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            flat = Lend.apply(copies, list(streams), *parameters)  # type: ignore[no-untyped-call]  # torch's
+            flat = Lend.apply(copies, list(streams), self._replicas, *parameters)  # type: ignore[no-untyped-call]  # torch's
             copies = [list(flat[i : i + len(parameters)]) for i in range(0, len(flat), max(1, len(parameters)))]
         return [
             _replica(self._module, dict(zip(map(id, parameters), tensors, strict=True)), device, stream, streams[0])
@@ -159,13 +170,21 @@ class ThreadExecutor:
 
 
 class Lend(torch.autograd.Function):
-    """Parameters in, their copies on all devices out; backward sums what comes back, in the order of the devices."""
+    """Parameters in, their copies on all devices out; backward sums what comes back, in the order of the devices.
+
+    As in torch's class, a parameter that backward does not reach gets a gradient of zeros.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, copies: list[list[torch.Tensor]], streams: list[torch.Stream], *parameters: torch.Tensor
+        ctx: Any,
+        copies: list[list[torch.Tensor]],
+        streams: list[torch.Stream],
+        replicas: list[_Kept],
+        *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.streams, ctx.count = streams, len(parameters)
+        ctx.streams, ctx.count, ctx.replicas = streams, len(parameters), replicas
+        ctx.own, ctx.identities = copies[0], [id(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
         lent = tuple(copy.detach() for tensors in copies for copy in tensors)
         ctx.mark_non_differentiable(
@@ -183,9 +202,14 @@ class Lend(torch.autograd.Function):
                 here.wait_stream(stream)
         sums: list[torch.Tensor | None] = []
         for index in range(ctx.count):
-            terms = [term for term in gradients[index :: ctx.count] if term is not None]
-            if not ctx.needs_input_grad[2 + index] or not terms:
+            if not ctx.needs_input_grad[3 + index]:
                 sums.append(None)
+                continue
+            for replica in ctx.replicas:
+                replica.doubt(ctx.identities[index])
+            terms = [term for term in gradients[index :: ctx.count] if term is not None]
+            if not terms:
+                sums.append(torch.zeros_like(ctx.own[index]))
                 continue
             moved = [_home(term, first.device, here) for term in terms]
             total = moved[0]
@@ -194,14 +218,15 @@ class Lend(torch.autograd.Function):
             sums.append(total)
         for stream in ctx.streams[1:]:
             stream.wait_stream(here)
-        return (None, None, *sums)
+        return (None, None, None, *sums)
 
 
 def _home(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> torch.Tensor:
     if gradient.device == device:
         return gradient
     moved = gradient.to(device, non_blocking=True)
-    gradient.record_stream(here)
+    for memory in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
+        memory.record_stream(here)
     return moved
 
 
@@ -211,6 +236,11 @@ class _Kept:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._doubted: set[int] = set()
+
+    def doubt(self, identity: int) -> None:
+        """This parameter has a new gradient: it may change in ways that leave no trace (`parameter.data.sub_(...)`)."""
+        self._doubted.add(identity)
 
     def forget(self) -> None:
         self._copies = {}
@@ -230,16 +260,24 @@ class _Kept:
             home.wait_stream(stream)  # an optimizer step may not overwrite what is still being copied
         known = {id(parameter): self._copies[id(parameter)] for parameter in parameters}
         self._copies = known  # of parameters that are gone, nothing is kept
+        self._doubted.clear()
         return [known[id(parameter)][2] for parameter in parameters]
 
     def _is_fresh(self, parameter: torch.Tensor) -> bool:
+        if id(parameter) in self._doubted or not isinstance(parameter, nn.Parameter):
+            return False
+        return self._looks_fresh(parameter)
+
+    def _looks_fresh(self, parameter: torch.Tensor) -> bool:
         kept = self._copies.get(id(parameter))
         # The address too: `parameter.data = ...` leaves the version as it is.
         return kept is not None and kept[0] is parameter and kept[1] == _stamp(parameter)
 
     def _copy(self, parameter: torch.Tensor) -> None:
         kept = self._copies.get(id(parameter))
-        copy = kept[2] if kept is not None and kept[0] is parameter else None
+        # A copy that may well be up to date stays as it is for the graphs that hold it.
+        may_go = kept is not None and kept[0] is parameter and not self._looks_fresh(parameter)
+        copy = kept[2] if kept is not None and may_go else None
         if copy is None or copy.shape != parameter.shape or copy.dtype != parameter.dtype:
             copy = torch.empty_like(parameter, device=self._device, requires_grad=False)
         copy.copy_(parameter.detach(), non_blocking=True)
@@ -270,7 +308,9 @@ def _replica(
         for name, parameter in part._parameters.items():
             setattr(copy, name, None if parameter is None else tensors[id(parameter)])
         for name, buffer in part._buffers.items():
-            if buffer is not None and not is_home:
+            if buffer is not None and id(buffer) in tensors:
+                copy._buffers[name] = tensors[id(buffer)]
+            elif buffer is not None and not is_home:
                 if id(buffer) not in buffers:
                     buffers[id(buffer)] = _fresh_copy(buffer, device, stream, home)
                 copy._buffers[name] = buffers[id(buffer)]

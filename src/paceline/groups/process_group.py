@@ -75,6 +75,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         self._coalescing: list[Work] | None = None
         self._host_allreduce = engine.comm.allreduce if isinstance(engine, HostEngine) else None
         self._monitored_barriers = 0
+        self._calls = 0  # collectives started
         self._name = self._desc = ""
         self._others: dict[str, Any] = {}  # device type -> backend of another kind
         self.options = _Options("paceline", timeout)
@@ -146,13 +147,19 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     def _set_sequence_number_for_group(self) -> None: ...
 
     def _get_sequence_number_for_group(self) -> int:
-        return 0
+        return self._calls
+
+    @staticmethod
+    def create_device(hostname: str = "", interface: str = "", lazy_init: bool | None = None) -> Any:
+        """A network device of Gloo, which ranks on different hosts talk through, for programs written for Gloo."""
+        return dist.ProcessGroupGloo.create_device(hostname, interface, lazy_init)
 
     def _has_hooks(self) -> bool:
         return False
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout_ns = timeout_to_ns(timeout)
+        self.options._timeout = timeout
         self._engine.set_timeout(timeout)
 
     _set_default_timeout = set_timeout
@@ -220,6 +227,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             return False
         limit = opts.timeout
         timeout_ns = self._timeout_ns if limit == _UNSET else self._timeout(limit)
+        self._calls += 1
         self._host_allreduce(tensor.data_ptr(), tensor.numel(), dtype, code, timeout_ns)
         return True
 
@@ -246,7 +254,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         if not tensor.is_cpu:
             return self._elsewhere(tensor, "reduce", [tensor], opts)
         reduction, wait, timeout_ns = self._reduce_options(opts, op, None)
-        root = opts.rootRank if opts is not None else root or 0
+        root = self._root("reduce", opts, root)
         flat, finish = _laid_out(tensor)
         flat, reduction = _scaled(flat, tensor, reduction)
         if flat is not tensor and finish is None:
@@ -309,7 +317,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             options = opts or dist.BroadcastOptions()
             options.rootRank = opts.rootRank if opts is not None else root or 0
             return self._elsewhere(tensor, "broadcast", [tensor], options)
-        source = opts.rootRank if opts is not None else root or 0
+        source = self._root("broadcast", opts, root)
         flat, finish = _laid_out(tensor, read=self.rank() == source)
         if self.rank() == source:
             finish = None
@@ -367,7 +375,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             opts, root = None, opts
         if not tensor.is_cpu:
             return self._elsewhere(tensor, "gather", output_tensors, [tensor], opts)
-        goal = opts.rootRank if opts is not None else root or 0
+        goal = self._root("gather", opts, root)
         outputs = None
         if self.rank() == goal:
             outputs = output_tensors if _is_flat(output_tensors) else _only(output_tensors)
@@ -391,7 +399,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             opts, root = None, opts
         if not output.is_cpu:
             return self._elsewhere(output, "scatter", [output], input_tensors, opts)
-        source = opts.rootRank if opts is not None else root or 0
+        source = self._root("scatter", opts, root)
         inputs = None
         if self.rank() == source:
             inputs = input_tensors if _is_flat(input_tensors) else _only(input_tensors)
@@ -558,12 +566,22 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
                 f"{part} on the other"
             )
 
+    def _root(self, call: str, opts: Any, given: int | None) -> int:
+        root: int = opts.rootRank if opts is not None else given or 0
+        if not 0 <= root < self.size():
+            raise ConfigError(
+                f"rank {self.rank()}: {call}: invalid root rank: {root}; the ranks of this group are "
+                f"0..{self.size() - 1}"
+            )
+        return root
+
     def _timeout(self, timeout: Any) -> int:
         ns = timeout_to_ns(timeout)
         return ns if ns > 0 else self._timeout_ns
 
     def _call_options(self, opts: Any, timeout: Any) -> tuple[bool, int]:
         """(whether to wait, time limit) of a call. torch waits by itself after a call that returned a `Work`."""
+        self._calls += 1
         if opts is None:
             return False, self._timeout(timeout)
         return not opts.asyncOp and self._coalescing is None, self._timeout(opts.timeout)
