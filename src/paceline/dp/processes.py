@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,9 +28,9 @@ from torch.nn.parameter import is_lazy
 from paceline.dp import wire
 from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
 from paceline.dp.crew import Crew, Worker
-from paceline.dp.joints import Gradients, Join, Parameters, Share
+from paceline.dp.joints import Gradients, Join, Parameters, Share, not_shared
 from paceline.dp.mailbox import Message, meta_of
-from paceline.dp.parameters import GradientRoom, SharedParameters, substituted
+from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.dp.sums import sum_gradients
@@ -36,6 +39,7 @@ from paceline.dp.watch import ModuleWatch
 from paceline.dp.whole_batch import MeetingPoint, PeerFailed, WholeBatch
 from paceline.dp.worker import ALL_DENSE, BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
 from paceline.errors import ConfigError, GroupError
+from paceline.shm.pieces import add_pieces
 
 __all__ = ["ProcessExecutor"]
 
@@ -158,7 +162,8 @@ class _Team:
         self.watch = ModuleWatch(module)
         self.joints: dict[Any, list[Joint]] = {}  # how outputs that were seen before are joined
         shared, places = self.parameters, self.buffers.places
-        self.rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
+        self._rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
+        self._stand_ins: _StandIns | None = None
         self.crew = Crew(
             replicas - 1,
             lambda replica, link, pid, pidfd: serve(
@@ -183,6 +188,13 @@ class _Team:
                 backlog.buffers.update(buffers)
         return True
 
+    def stand_ins(self) -> _StandIns:
+        """What share 0 computes with; made again when other parameters require gradients, or others are there."""
+        known = self._stand_ins
+        if known is None or known.slots is not self.parameters.trainable:
+            known = self._stand_ins = _StandIns(self.parameters, self._rooms)
+        return known
+
     def settle(self) -> None:
         """Make the boxes free for the next message."""
         current, self.current = self.current, None
@@ -196,6 +208,67 @@ class _Team:
         except (GroupError, KeyboardInterrupt, SystemExit):
             self.crew.end()
             raise
+
+
+class _StandIns:
+    """Tensors that share 0 computes with in place of the parameters that require gradients.
+
+    Autograd takes their gradients to `Parameters`, and from there, as sums over replicas, to the parameters.
+    """
+
+    def __init__(self, parameters: SharedParameters, rooms: Sequence[GradientRoom]) -> None:
+        self.slots = parameters.trainable
+        self.places = [GradientPlaces(room, parameters.places) for room in rooms]  # of each worker
+        self.sums = _Sums(self.places)
+        self.tensors: Sequence[torch.Tensor] = ()
+        self.anchor: torch.Tensor | None = None
+        if self.slots:
+            with torch.inference_mode(False), torch.enable_grad():
+                parameters_ = [slot.parameter for slot in self.slots]
+                *self.tensors, self.anchor = Parameters.apply(self.sums, *parameters_)  # type: ignore[no-untyped-call]  # torch's
+
+
+class _Sums:
+    """Adds what workers found to our own gradients, for all calls that one backward goes through.
+
+    Autograd's node refers to this and must not lead back to itself: calls are referred to weakly.
+    """
+
+    def __init__(self, places: Sequence[GradientPlaces]) -> None:
+        self._places = places
+        self._others = [  # addresses, for one worker, for two, ...
+            functools.reduce(operator.add, [each.addresses for each in places[:count]])
+            for count in range(1, len(places) + 1)
+        ]
+        self._calls: dict[int, list[weakref.ref[_Call]]] = {}
+
+    def expect(self, call: _Call) -> None:
+        """The backward that runs now goes through this call."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._calls:
+            # A backward that failed did not take its calls; one that this one is nested in will.
+            self._calls = {other: refs for other, refs in self._calls.items() if any(ref() for ref in refs)}
+            self._calls[task] = []
+        self._calls[task].append(weakref.ref(call))
+
+    def sums(self, own: Gradients) -> Gradients:
+        calls = [
+            call for each in self._calls.pop(torch._C._current_graph_task_id(), ()) if (call := each()) is not None
+        ]
+        found = [each for call in calls for each in call.gradients()]
+        if not found:
+            raise GroupError(
+                "a backward reached parameters of DataParallel, but none of its outputs: what other replicas found is "
+                "missing. Return from forward what you want to differentiate"
+            )
+        is_mine = not_shared(own)
+        if len(calls) == 1 and all(each.is_in_place for each in found) and all(is_mine):
+            addresses = self._places[0].like_these(own)
+            if addresses is not None:  # the usual case, in as few steps as possible
+                first, others = self._places[0], self._others[len(found) - 1]
+                add_pieces(addresses, len(found), others, first.counts, first.dtypes)
+                return own
+        return sum_gradients(own, [each.parameters for each in found], is_mine)
 
 
 class _Buffers:
@@ -260,8 +333,7 @@ class _Call:
         self._joints: list[Joint] = []
         self._outputs: list[list[torch.Tensor]] = []  # of the workers, in their boxes, until joined
         self._wanted: list[int] = []  # input leaves whose gradient workers compute
-        self._places: list[int] = []  # of the parameters' gradients
-        self._large: list[int] = []
+        self._stand_ins: _StandIns | None = None
         self._released = True
         self._pending = False  # workers compute gradients
         self._found: list[_Found] | None = None
@@ -369,10 +441,9 @@ class _Call:
         args, kwargs = unflatten(split.spec, shares)
         anchor: torch.Tensor | None = None
         if grad:
-            slots = team.parameters.trainable
-            self._places, self._large = team.parameters.places, team.parameters.large
-            *stand_ins, anchor = Parameters.apply(self, *[slot.parameter for slot in slots])  # type: ignore[no-untyped-call]  # torch's
-            with substituted(slots, stand_ins):
+            self._stand_ins = stand_ins = team.stand_ins()
+            anchor = stand_ins.anchor
+            with substituted(stand_ins.slots, stand_ins.tensors):
                 outputs = team.module(*args, **kwargs)
         else:
             outputs = team.module(*args, **kwargs)
@@ -452,6 +523,8 @@ class _Call:
         self._released = not keep
         self._pending, self._found = True, None
         self._team.current = self
+        assert self._stand_ins is not None
+        self._stand_ins.sums.expect(self)
         self._limit_threads_until_the_end()
         return [_share_of(joint, gradient, 0) for joint, gradient in zip(self._joints, gradients, strict=True)]
 
@@ -483,21 +556,14 @@ class _Call:
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def large_parameters(self) -> Sequence[int]:
-        return self._large
-
-    def parameter_gradients(self, own: Gradients, needed: Sequence[bool], mine: set[int]) -> Gradients:
-        found = self._gradients()
-        return sum_gradients(own, [each.parameters for each in found], needed, mine)
-
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted.index(index)
-        parts = [own, *(each.inputs[position] for each in self._gradients())]
+        parts = [own, *(each.inputs[position] for each in self.gradients())]
         if all(part is None for part in parts):
             return None
         split = self._split
         if not split.factors[index]:
-            (total,) = sum_gradients([parts[0]], [[part] for part in parts[1:]], [True])
+            (total,) = sum_gradients([parts[0]], [[part] for part in parts[1:]])
             return total
         whole = torch.zeros_like(split.leaves[index])
         for (start, stop), part in zip(split.ranges, parts, strict=True):
@@ -506,15 +572,15 @@ class _Call:
                 whole.narrow(split.dim, start * factor, (stop - start) * factor).copy_(part)
         return whole
 
-    def _gradients(self) -> list[_Found]:
+    def gradients(self) -> list[_Found]:
         """What the workers found; waits for them, once per backward."""
         if self._pending:
             self._pending = False
             answers = [self._team.answer(worker) for worker in self._workers]
             self._raise_failures(answers)
+            assert self._stand_ins is not None
             self._found = [
-                _Found.read(worker, answer, self._team.rooms[worker.replica - 1], self._places)
-                for worker, answer in zip(self._workers, answers, strict=True)
+                _Found.read(*each) for each in zip(self._workers, answers, self._stand_ins.places, strict=False)
             ]
         if self._found is None:
             raise GroupError("the gradients of this forward's replicas are gone: an earlier backward failed")
@@ -523,28 +589,29 @@ class _Call:
     def leave_boxes(self) -> None:
         """Another message is about to be sent: answers that may still be needed are copied."""
         with contextlib.suppress(Exception):  # of a backward that nobody waits for any more
-            self._found = [each.copied() for each in self._gradients()]
+            self._found = [each.copied() for each in self.gradients()]
 
 
 @dataclasses.dataclass
 class _Found:
     """Gradients one worker computed."""
 
-    parameters: list[torch.Tensor | None]
-    inputs: list[torch.Tensor | None]
+    parameters: Gradients
+    inputs: Gradients
+    is_in_place: bool = False  # every parameter's, each where it belongs
 
     @classmethod
-    def read(cls, worker: Worker, answer: Message, room: GradientRoom, places: Sequence[int]) -> _Found:
+    def read(cls, worker: Worker, answer: Message, places: GradientPlaces) -> _Found:
         kinds, parameters = answer.form.spec
         if kinds == ALL_DENSE:
-            return cls([room.places[place] for place in places], [])
+            return cls(places.tensors, [], is_in_place=True)
         sent = iter(worker.inbox.tensors(answer.form))
         found: list[torch.Tensor | None] = []
         for index, kind in enumerate(kinds):
             if kind == NOTHING:
                 found.append(None)
             elif kind == DENSE:
-                found.append(room.places[places[index]] if index < parameters else next(sent))
+                found.append(places.tensors[index] if index < parameters else next(sent))
             else:
                 indices, values = next(sent).clone(), next(sent).clone()
                 found.append(torch.sparse_coo_tensor(indices, values, kind, is_coalesced=True, check_invariants=False))

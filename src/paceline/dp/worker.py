@@ -10,7 +10,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +18,9 @@ from torch import nn
 from paceline.dp import wire
 from paceline.dp.combine import TensorMeta
 from paceline.dp.crew import Link
+from paceline.dp.joints import Caught, Gradients
 from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of
-from paceline.dp.parameters import GradientRoom, SharedParameters
+from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, Slot
 from paceline.dp.structure import flatten, unflatten
 from paceline.dp.watch import apply_updates
 from paceline.dp.whole_batch import MeetingPoint, WholeBatch
@@ -82,12 +83,52 @@ class Modes:
 
 
 @dataclasses.dataclass
+class _Net:
+    """Catches the gradients of the parameters that require one. The module computes with stand-ins that lead here."""
+
+    parameters: list[torch.Tensor]
+    places: GradientPlaces
+    found: list[Gradients]  # one for each time a backward came here: once, unless the module's own backwards do
+
+    @classmethod
+    def spread(cls, slots: Sequence[Slot], room: GradientRoom) -> _Net:
+        wanted = [index for index, slot in enumerate(slots) if slot.parameter.requires_grad]
+        net = cls([slots[index].parameter for index in wanted], GradientPlaces(room, wanted), [])
+        root = torch.empty(0, requires_grad=True)
+        stand_ins = iter(Caught.apply(net.found, net.parameters, root) if wanted else ())  # type: ignore[no-untyped-call]  # torch's
+        for slot in slots:
+            tensor = next(stand_ins) if slot.parameter.requires_grad else slot.parameter
+            for holder, name in slot.places:
+                holder[name] = tensor
+        return net
+
+    def take(self) -> Gradients:
+        """What was found since the last time, for each parameter."""
+        sums = list(self.found[0]) if self.found else [None] * len(self.parameters)
+        for more in self.found[1:]:
+            _add(sums, more)
+        self.found.clear()
+        direct = [parameter.grad for parameter in self.parameters]  # of code that has the parameter itself, as LSTMs do
+        if direct.count(None) < len(direct):
+            _add(sums, direct)
+            for parameter in self.parameters:
+                parameter.grad = None
+        return sums
+
+
+def _add(sums: list[torch.Tensor | None], more: Gradients) -> None:
+    for index, term in enumerate(more):
+        if term is not None:
+            before = sums[index]
+            sums[index] = term if before is None else before + term
+
+
+@dataclasses.dataclass
 class _Graph:
     """What a forward left for its backward."""
 
     outputs: Sequence[torch.Tensor]
-    parameters: Sequence[torch.Tensor]
-    places: list[torch.Tensor]  # for the parameters' gradients
+    net: _Net
     inputs: Sequence[torch.Tensor]
 
 
@@ -177,22 +218,20 @@ class _Replica:
     ) -> None:
         self._module = module
         self._parts = list(module.modules())
-        self._parameters = parameters.tensors
+        self._slots = parameters.slots
         self._room = room
         self._buffers = buffers
         self._replica = replica
         self._outbox = outbox
         self.whole_batch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         self._graphs: dict[int, _Graph] = {}
-        self._wanted: list[torch.Tensor] = []
-        self._places: list[torch.Tensor] = []
-        self._choose_wanted()
-        for parameter in self._parameters:
+        for parameter in parameters.tensors:
             parameter.grad = None
             # Hooks are for the sum over all replicas and run in the main process.
             for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
                 if hooks:
                     hooks.clear()
+        self._net = _Net.spread(self._slots, room)
 
     def follow(self, order: Message, inbox: Inbox) -> _Reply:
         kind, releases = order.fixed[0], order.fixed[1]
@@ -221,26 +260,19 @@ class _Replica:
         out_metas = tuple(map(meta_of, found))
         if any(meta.requires_grad for meta in out_metas):
             inputs = [tensor for tensor in given if tensor.requires_grad]
-            self._graphs[token] = _Graph(found, self._wanted, self._places, inputs)
+            self._graphs[token] = _Graph(found, self._net, inputs)
         return _Reply(self._outbox.form(spec, out_metas), found, others)
 
     def _take_over(self, updates: Any, thawed: Any, buffers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         apply_updates(self._parts, updates)
         for index, requires_grad in thawed:
-            self._parameters[index].requires_grad_(requires_grad)
+            self._slots[index].parameter.requires_grad_(requires_grad)
         if thawed:
-            self._choose_wanted()
+            self._net = _Net.spread(self._slots, self._room)  # a new one: graphs keep that of their forward
         with torch.no_grad():
             for index, value in zip(buffers, values, strict=True):
                 holder, name = self._buffers[index]
                 holder[name] = value.clone()  # not in place: a graph may still use the old one
-
-    def _choose_wanted(self) -> None:
-        """New lists: graphs keep those of their forward."""
-        pairs = zip(self._parameters, self._room.places, strict=True)
-        found = [(parameter, place) for parameter, place in pairs if parameter.requires_grad]
-        self._wanted = [parameter for parameter, _ in found]
-        self._places = [place for _, place in found]
 
     def _backward(self, order: Message, inbox: Inbox) -> _Reply:
         _, _, token, keep = order.fixed
@@ -249,30 +281,29 @@ class _Replica:
         asked = [output for output, there in zip(graph.outputs, present, strict=True) if there]
         given = zip(asked, inbox.tensors(order.form), strict=True)
         pairs = [(output, gradient) for output, gradient in given if output.requires_grad]
-        wanted = [*graph.parameters, *graph.inputs]
-        found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        if pairs and wanted:
-            found = torch.autograd.grad(
-                [output for output, _ in pairs],
-                wanted,
-                [gradient for _, gradient in pairs],
-                retain_graph=keep,
-                allow_unused=True,
-            )
-        return self._gradients(graph, found)
+        try:
+            if pairs:
+                torch.autograd.backward(
+                    [output for output, _ in pairs], [gradient for _, gradient in pairs], retain_graph=keep
+                )
+            inputs = [tensor.grad for tensor in graph.inputs]
+        finally:
+            found = graph.net.take()
+            for tensor in graph.inputs:
+                tensor.grad = None
+        return self._gradients(graph.net.places, found, inputs)
 
-    def _gradients(self, graph: _Graph, found: Sequence[torch.Tensor | None]) -> _Reply:
+    def _gradients(self, places: GradientPlaces, parameters: Gradients, inputs: Gradients) -> _Reply:
         """Dense gradients of parameters into their places, the others into the message."""
-        count = len(graph.parameters)
-        if count == len(found) and all(each is not None and not each.is_sparse for each in found):
-            with torch.no_grad():  # the usual case, in as few steps as possible
-                torch._foreach_copy_(graph.places, cast("tuple[torch.Tensor, ...]", found))
+        count = len(parameters)
+        if not inputs and (addresses := places.like_these(parameters)) is not None:
+            places.fill(addresses)  # the usual case, in as few steps as possible
             return _Reply(self._outbox.form((ALL_DENSE, count), ()))
         kinds: list[Any] = []  # a sparse gradient is told by its shape
         dense: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         sent: list[torch.Tensor] = []
-        for index, gradient in enumerate(found):
+        for index, gradient in enumerate((*parameters, *inputs)):
             if gradient is None:
                 kinds.append(NOTHING)
             elif gradient.is_sparse:
@@ -283,12 +314,12 @@ class _Replica:
                 kinds.append(DENSE)
                 if index < count:
                     dense.append(gradient)
-                    places.append(graph.places[index])
+                    targets.append(places.tensors[index])
                 else:
                     sent.append(gradient)
         if dense:
             with torch.no_grad():
-                torch._foreach_copy_(places, dense)
+                torch._foreach_copy_(targets, dense)
         metas = tuple(TensorMeta(tensor.dtype, tuple(tensor.shape)) for tensor in sent)
         return _Reply(self._outbox.form((tuple(kinds), count), metas), sent)
 

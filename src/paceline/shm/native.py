@@ -31,7 +31,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -209,6 +209,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
+    "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
