@@ -29,7 +29,7 @@ from paceline.dp import wire
 from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
 from paceline.dp.crew import Crew, Worker
 from paceline.dp.joints import Gradients, Join, Parameters, Share, not_shared
-from paceline.dp.mailbox import Message, meta_of
+from paceline.dp.mailbox import Form, Message, is_plain, meta_of, source_of
 from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
@@ -44,7 +44,7 @@ from paceline.shm.pieces import add_pieces
 __all__ = ["ProcessExecutor"]
 
 _tokens = itertools.count(1)
-_JOINTS_KEPT = 256
+_KEPT = 256  # of what is remembered about calls: inputs that change all the time do not fill the memory
 _SMALL_BUFFER = 4096  # elements; cheaper sent than thought about
 
 
@@ -71,19 +71,29 @@ class ProcessExecutor:
         self._leaf_types = (Whole, *splitters)
         self._timeout_s = timeout_s
         self._is_batch_whole = is_batch_whole  # for batch normalisation
+        self._splits_tensors_itself = not any(issubclass(torch.Tensor, kind) for kind in splitters)
         self._team: _Team | None = None
         self._quiet = QuietCores(threads)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
-        split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
+        key = _key_of(args, kwargs) if self._splits_tensors_itself else None
+        team = self._team if self._team is not None and self._team.crew.is_alive else None
+        route = team.routes.get(key) if team is not None and key is not None else None
+        if team is not None and route is not None:
+            split = route.split.again([*args])
+            team.seed(len(split.ranges) - 1)  # ahead of everything else: workers see to it meanwhile
+        else:
+            split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
         if len(split.ranges) == 1 or self._is_unfinished():
             args, kwargs = unflatten(split.spec, split.leaves)
             return self._module(*args, **kwargs)
         for _ in range(2):
-            team = self._ready_team()
+            ready = self._ready_team()
+            if ready is not team or route is None:
+                ready.seed(len(split.ranges) - 1)
             try:
-                return _Call(team, split, self._scalars).forward()
+                return _Call(ready, ready.route(key, split), split, self._scalars).forward()
             except wire.Unknown:
                 self.refresh()  # inputs of a class that is younger than the workers
         raise ConfigError("an input refers to a class or function that workers cannot find even when started anew")
@@ -116,10 +126,11 @@ class ProcessExecutor:
         parameters = None
         if team is not None and team.parameters.follow() and team.parameters.cover(self._module):
             parameters = team.parameters
+        is_restless = team is not None and team.watch.is_restless
         self._team = team = None  # ends the old workers, unless graphs need them
         self._quiet.begin()
         meeting = MeetingPoint(self.workers - 1, self._timeout_s) if self._is_batch_whole else None
-        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s, meeting)
+        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s, meeting, is_restless)
         return self._team
 
 
@@ -150,6 +161,7 @@ class _Team:
         threads: int,
         timeout_s: float,
         meeting: MeetingPoint | None,
+        is_restless: bool,
     ) -> None:
         self.module = module
         self.meeting = meeting
@@ -159,11 +171,14 @@ class _Team:
         self.limit = ThreadLimit(threads)
         self.backlogs = [_Backlog() for _ in range(replicas)]
         self.current: _Call | None = None  # whose answers lie in the boxes
-        self.watch = ModuleWatch(module)
+        self.watch = ModuleWatch(module, is_restless)
         self.joints: dict[Any, list[Joint]] = {}  # how outputs that were seen before are joined
         shared, places = self.parameters, self.buffers.places
         self._rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
         self._stand_ins: _StandIns | None = None
+        self.routes: dict[Any, _Route] = {}
+        with torch.inference_mode(False):
+            self._drawn = torch.zeros((), dtype=torch.int64)
         self.crew = Crew(
             replicas - 1,
             lambda replica, link, pid, pidfd: serve(
@@ -187,6 +202,24 @@ class _Team:
                 backlog.thawed.update(thawed)
                 backlog.buffers.update(buffers)
         return True
+
+    def route(self, key: Any, split: SplitInputs) -> _Route:
+        """What is known of calls with inputs like these; remembered if there is a key."""
+        route = self.routes.get(key) if key is not None else None
+        if route is None:
+            route = _Route.of(split)
+            if key is not None:
+                if len(self.routes) >= _KEPT:
+                    self.routes.clear()
+                self.routes[key] = route
+        return route
+
+    def seed(self, workers: int) -> None:
+        """Take one number from the user's generator, and let workers seed theirs."""
+        self.settle()
+        seed = int(self._drawn.random_())
+        for worker in self.crew.workers[:workers]:
+            worker.seed(seed)
 
     def stand_ins(self) -> _StandIns:
         """What share 0 computes with; made again when other parameters require gradients, or others are there."""
@@ -220,12 +253,10 @@ class _StandIns:
         self.slots = parameters.trainable
         self.places = [GradientPlaces(room, parameters.places) for room in rooms]  # of each worker
         self.sums = _Sums(self.places)
-        self.tensors: Sequence[torch.Tensor] = ()
-        self.anchor: torch.Tensor | None = None
-        if self.slots:
-            with torch.inference_mode(False), torch.enable_grad():
-                parameters_ = [slot.parameter for slot in self.slots]
-                *self.tensors, self.anchor = Parameters.apply(self.sums, *parameters_)  # type: ignore[no-untyped-call]  # torch's
+        with torch.inference_mode(False), torch.enable_grad():
+            given = [slot.parameter for slot in self.slots]
+            *tensors, self.anchor = Parameters.apply(self.sums, *given)  # type: ignore[no-untyped-call]  # torch's
+        self.in_place = substituted(self.slots, tensors)
 
 
 class _Sums:
@@ -267,8 +298,12 @@ class _Sums:
             if addresses is not None:  # the usual case, in as few steps as possible
                 first, others = self._places[0], self._others[len(found) - 1]
                 add_pieces(addresses, len(found), others, first.counts, first.dtypes)
+                calls[0].finish_unless_inputs_wait()
                 return own
-        return sum_gradients(own, [each.parameters for each in found], is_mine)
+        results = sum_gradients(own, [each.parameters for each in found], is_mine)
+        for call in calls:
+            call.finish_unless_inputs_wait()
+        return results
 
 
 class _Buffers:
@@ -321,11 +356,37 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+@dataclasses.dataclass
+class _Route:
+    """What calls with inputs alike have in common."""
+
+    split: SplitInputs
+    kinds: tuple[bool, ...]  # which leaves are tensors
+    tensors: list[int]
+    others: list[int]
+    forms: dict[tuple[int, bool], Form]  # by replica, and whether gradients are computed
+
+    @classmethod
+    def of(cls, split: SplitInputs) -> _Route:
+        kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
+        tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
+        others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
+        return cls(split.again([]), kinds, tensors, others, {})
+
+
+def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What decides how inputs are split and sent, for plain tensors; None for all others."""
+    if kwargs or not all(type(arg) is torch.Tensor and is_plain(arg) for arg in args):
+        return None
+    return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
+
+
 class _Call:
     """One forward on several replicas, and its backward."""
 
-    def __init__(self, team: _Team, split: SplitInputs, scalars: str) -> None:
+    def __init__(self, team: _Team, route: _Route, split: SplitInputs, scalars: str) -> None:
         self._team = team
+        self._route = route
         self._split = split
         self._scalars = scalars
         self._token = next(_tokens)
@@ -344,8 +405,8 @@ class _Call:
         team.limit.reset()
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if grad:
-            leaves = enumerate(self._split.leaves)
-            self._wanted = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            leaves = self._split.leaves
+            self._wanted = [index for index in self._route.tensors if leaves[index].requires_grad]
         self._send_shares()
         self._released = not grad  # workers keep their graphs until this call, and with it the user's graph, is gone
         anchor, outputs = self._run_own_share(grad)
@@ -366,35 +427,41 @@ class _Call:
         return unflatten(spec, [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in own])
 
     def _send_shares(self) -> None:
-        split, team = self._split, self._team
+        split, team, route = self._split, self._team, self._route
         team.settle()
         team.buffers.expect_training()
-        kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
-        tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
-        others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
-        seed = int(torch.randint(2**62, (), dtype=torch.int64))
         modes = Modes.here()
         for worker in self._workers:
             replica = worker.replica
-            shares = [split.share(index, replica) for index in tensors]
-            metas = tuple(map(meta_of, shares))
-            if not modes[0]:
-                metas = tuple(meta._replace(requires_grad=False) for meta in metas)
+            shares = [split.share(index, replica) for index in route.tensors]
             backlog = team.backlogs[replica]
             news: tuple[Any, ...] = ((), (), ())
             if backlog.updates or backlog.thawed or backlog.buffers:
                 indices = tuple(sorted(backlog.buffers))
                 buffers = team.buffers.values(indices)
+                form = self._form(worker, shares, modes[0], buffers)
                 shares += buffers
-                metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
                 updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
                 news = (updates, tuple(backlog.thawed.items()), indices)
+            else:
+                known = route.forms.get((replica, modes[0]))
+                form = known if known is not None else self._form(worker, shares, modes[0])
+                route.forms[replica, modes[0]] = form
             releases = tuple(backlog.releases)
-            form = worker.outbox.form((split.spec, kinds), metas)
-            objects = [split.share(index, replica) for index in others] if others else ()
-            worker.outbox.write((FORWARD, releases, self._token, seed, modes, *news), form, shares, objects)
+            objects = [split.share(index, replica) for index in route.others] if route.others else ()
+            sources = [*map(source_of, shares)]
+            worker.outbox.write((FORWARD, releases, self._token, modes, *news), form, sources, objects)
             backlog.clear(len(releases))
             worker.start()
+
+    def _form(
+        self, worker: Worker, shares: Sequence[torch.Tensor], grad: bool, buffers: Sequence[torch.Tensor] = ()
+    ) -> Form:
+        metas = tuple(map(meta_of, shares))
+        if not grad:
+            metas = tuple(meta._replace(requires_grad=False) for meta in metas)
+        metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
+        return worker.outbox.form((self._split.spec, self._route.kinds), metas)
 
     def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
         """The module on share 0. If it fails, the workers' answers are taken out of the way."""
@@ -439,11 +506,11 @@ class _Call:
             for index, leaf in enumerate(split.leaves)
         ]
         args, kwargs = unflatten(split.spec, shares)
-        anchor: torch.Tensor | None = None
+        anchor = None
         if grad:
             self._stand_ins = stand_ins = team.stand_ins()
             anchor = stand_ins.anchor
-            with substituted(stand_ins.slots, stand_ins.tensors):
+            with stand_ins.in_place:
                 outputs = team.module(*args, **kwargs)
         else:
             outputs = team.module(*args, **kwargs)
@@ -479,7 +546,7 @@ class _Call:
             same_structure([spec, *(answer.form.spec for answer in answers)], objects)
             all_metas = zip(metas, *(answer.form.metas for answer in answers), strict=True)
             joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in all_metas]
-            if len(known) >= _JOINTS_KEPT:
+            if len(known) >= _KEPT:
                 known.clear()
             known[key] = joints
         self._joints = joints
@@ -525,36 +592,45 @@ class _Call:
         self._team.current = self
         assert self._stand_ins is not None
         self._stand_ins.sums.expect(self)
-        self._limit_threads_until_the_end()
+        self._prepare_the_end()
         return [_share_of(joint, gradient, 0) for joint, gradient in zip(self._joints, gradients, strict=True)]
 
     def _send_gradients(self, gradients: Gradients, keep: bool) -> None:
         present = tuple(gradient is not None for gradient in gradients)
+        given = [pair for pair in zip(self._joints, gradients, strict=True) if pair[1] is not None]
         for worker in self._workers:
             backlog = self._team.backlogs[worker.replica]
-            shares = [
-                share
-                for joint, gradient in zip(self._joints, gradients, strict=True)
-                if (share := _share_of(joint, gradient, worker.replica)) is not None
-            ]
-            metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares)
+            shares = [_share_of(joint, gradient, worker.replica) for joint, gradient in given]
+            metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares if share is not None)
             releases = tuple(backlog.releases)
             form = worker.outbox.form((present,), metas)
-            worker.outbox.write((BACKWARD, releases, self._token, keep), form, shares)
+            sources = [source_of(share) for share in shares if share is not None]
+            worker.outbox.write((BACKWARD, releases, self._token, keep), form, sources)
             del backlog.releases[: len(releases)]
             worker.start()
 
-    def _limit_threads_until_the_end(self) -> None:
-        """The cores belong to the workers as well until backward ends."""
+    def _prepare_the_end(self) -> None:
+        """Until backward ends the cores belong to the workers as well."""
         limit = self._team.limit
+        if limit.holds and not self._wanted:
+            return  # `_Sums` is all that waits for the workers
         limit.__enter__()
 
         def end() -> None:
             limit.__exit__(None, None, None)
-            if self._team.current is self and not self._pending:
-                self._team.current, self._found = None, None
+            self.finish()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
+
+    def finish_unless_inputs_wait(self) -> None:
+        """The parameters have their gradients."""
+        if not self._wanted:
+            self.finish()
+
+    def finish(self) -> None:
+        """Nobody asks for this backward's gradients any more."""
+        if self._team.current is self and not self._pending:
+            self._team.current, self._found = None, None
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted.index(index)

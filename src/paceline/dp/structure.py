@@ -31,12 +31,17 @@ class Whole:
 
 def flatten(thing: Any, leaf_types: tuple[type, ...] = ()) -> tuple[Spec, list[Any]]:
     """Take a structure apart. Objects of `leaf_types` are not looked into; a `Whole` marks each leaf inside it."""
+    if isinstance(thing, torch.Tensor):
+        return LEAF, [thing]
     leaves: list[Any] = []
     return _describe(thing, leaves, leaf_types), leaves
 
 
 def unflatten(spec: Spec, leaves: Any) -> Any:
     """The structure again, around other leaves."""
+    if spec is LEAF:
+        (leaf,) = leaves
+        return leaf
     return _build(spec, iter(leaves))
 
 

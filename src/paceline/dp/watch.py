@@ -16,6 +16,7 @@ _Update = tuple[int, str, Any]  # index of the module, attribute, value
 # Looked after elsewhere: by value.
 _APART = ("_parameters", "_buffers")
 _SIMPLE = (bool, int, float, str, type(None))
+_FORWARDS_TO_SEE = 8
 
 
 class ModuleWatch:
@@ -23,10 +24,16 @@ class ModuleWatch:
 
     A changed number, string or flag (train and eval are one) is a small update; anything else, a hook or another
     child say, needs new workers. Changes inside objects of the user's own are not seen: `DataParallel.refresh` is for
-    those. Looking costs about a microsecond per child: everything is compared in a few sweeps.
+    those. Looking costs about half a microsecond per child: everything is compared in a few sweeps.
+
+    A forward that changes the module, other than numbers, does so in every replica (`absorb`). One that did not at
+    first is not looked at any more (`is_restless` tells); should it change something later all the same, workers are
+    started anew once, as for the user's changes, and the new watch is told to keep looking.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, is_restless: bool = False) -> None:
+        self.is_restless = is_restless
+        self._forwards_to_see = _FORWARDS_TO_SEE
         self._parts = list(module.modules())
         self._holders = [part.__dict__ for part in self._parts]
         self._values: list[Any] = []
@@ -36,6 +43,14 @@ class ModuleWatch:
         """What workers must be told; None if they must be started anew."""
         if self._is_same():
             return []
+        found = self._small_changes()
+        if found is None:
+            self.is_restless |= self._forwards_to_see == 0  # it may have been a forward
+        else:
+            self._take()
+        return found
+
+    def _small_changes(self) -> list[_Update] | None:
         if [*map(tuple, self._holders)] != self._names or not self._is_same_inside():
             return None
         found: list[_Update] = []
@@ -48,13 +63,17 @@ class ModuleWatch:
                 if type(now) not in _SIMPLE or type(before) not in _SIMPLE:
                     return None
                 found.append((index, name, now))
-        self._take()
         return found
 
     def absorb(self) -> None:
         """What forward itself did to the module, other than to numbers, is its own business in every replica."""
+        if not self.is_restless:
+            if self._forwards_to_see == 0:
+                return
+            self._forwards_to_see -= 1
         if self._is_same():
             return
+        self.is_restless = True
         before = {
             (index, name): value
             for (index, name), value in zip(self._keys(), self._values, strict=True)

@@ -19,7 +19,7 @@ from paceline.dp import wire
 from paceline.dp.combine import TensorMeta
 from paceline.dp.crew import Link
 from paceline.dp.joints import Caught, Gradients
-from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of
+from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of, source_of
 from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, Slot
 from paceline.dp.structure import flatten, unflatten
 from paceline.dp.watch import apply_updates
@@ -57,14 +57,19 @@ class Modes:
     @classmethod
     def here(cls) -> tuple[Any, ...]:
         """The main process's settings, as plain values."""
+        autocast = torch.is_autocast_enabled("cpu")
         return (
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            torch.is_autocast_enabled("cpu"),
-            str(torch.get_autocast_dtype("cpu")).removeprefix("torch."),
-            torch.is_autocast_cache_enabled(),
+            autocast,
+            str(torch.get_autocast_dtype("cpu")).removeprefix("torch.") if autocast else "",
+            autocast and torch.is_autocast_cache_enabled(),
             torch.are_deterministic_algorithms_enabled(),
         )
+
+    def are_usual(self) -> bool:
+        """Whether they are those of a worker that does nothing."""
+        return self.grad and not self.inference and not self.autocast
 
     def entered(self) -> contextlib.AbstractContextManager[Any]:
         """The same settings in this process."""
@@ -132,6 +137,9 @@ class _Graph:
     inputs: Sequence[torch.Tensor]
 
 
+_NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
+
 class _Reply(NamedTuple):
     form: Form
     tensors: Sequence[torch.Tensor] = ()
@@ -155,11 +163,20 @@ def serve(
 
     def loop() -> None:
         torch.set_num_threads(threads)
+        # The main process may have forked in the middle of other modes; each forward's are told.
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+            follow_orders()
+
+    def follow_orders() -> None:
         inbox, outbox = Inbox(main_pid, link.to_worker), Outbox(link.to_main)
-        worker = _Replica(module, parameters, room, buffers, replica, outbox)
+        worker = _Replica(module, parameters, room, buffers, outbox)
         if meeting is not None:
             worker.whole_batch = WholeBatch(lambda vector: meeting.sum_in_worker(vector, replica, main_pidfd))
         while link.go.wait(main_pidfd, link.spin_ns):
+            seed = inbox.seed(link.go.seen)
+            if seed is not None:
+                _seed_replica(seed, replica)
+                continue
             is_well = _answer(worker, inbox, outbox)
             link.done.raise_()
             if meeting is not None and not is_well:
@@ -180,7 +197,7 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
     is_well = False
     try:
         reply = worker.follow(inbox.read(), inbox)
-        outbox.write((DONE,), reply.form, reply.tensors, reply.objects)
+        outbox.write((DONE,), reply.form, [*map(source_of, reply.tensors)], reply.objects)
         is_well = True
     except wire.Unknown as unknown:
         outbox.write((STALE, str(unknown), b""), outbox.form((), ()))
@@ -213,7 +230,6 @@ class _Replica:
         parameters: SharedParameters,
         room: GradientRoom,
         buffers: Sequence[tuple[dict[str, Any], str]],
-        replica: int,
         outbox: Outbox,
     ) -> None:
         self._module = module
@@ -221,10 +237,10 @@ class _Replica:
         self._slots = parameters.slots
         self._room = room
         self._buffers = buffers
-        self._replica = replica
         self._outbox = outbox
-        self.whole_batch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        self.whole_batch = _NO_CONTEXT
         self._graphs: dict[int, _Graph] = {}
+        self._usual: tuple[Any, ...] = ()  # modes that hold anyway
         for parameter in parameters.tensors:
             parameter.grad = None
             # Hooks are for the sum over all replicas and run in the main process.
@@ -240,28 +256,34 @@ class _Replica:
         return self._forward(order, inbox) if kind == FORWARD else self._backward(order, inbox)
 
     def _forward(self, order: Message, inbox: Inbox) -> _Reply:
-        _, _, token, seed, modes, updates, thawed, buffers = order.fixed
+        _, _, token, modes, updates, thawed, buffers = order.fixed
         structure, kinds = order.form.spec
         tensors = inbox.tensors(order.form)
-        metas = order.form.metas
         shares = len(tensors) - len(buffers)
         if updates or thawed or buffers:
             self._take_over(updates, thawed, buffers, tensors[shares:])
-        _seed_replica(seed, self._replica)
-        with Modes(*modes).entered(), self.whole_batch:
-            given = [_own(tensors[index], metas[index]) for index in range(shares)]
+        with self._under(modes), self.whole_batch:
+            given = [*map(_own, tensors[:shares], order.form.metas)]
             leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
             args, kwargs = unflatten(structure, leaves)
             outputs = self._module(*args, **kwargs)
             del args, kwargs, leaves
         spec, leaves = flatten(outputs)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] if len(found) < len(leaves) else ()
         out_metas = tuple(map(meta_of, found))
         if any(meta.requires_grad for meta in out_metas):
             inputs = [tensor for tensor in given if tensor.requires_grad]
             self._graphs[token] = _Graph(found, self._net, inputs)
         return _Reply(self._outbox.form(spec, out_metas), found, others)
+
+    def _under(self, told: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
+        if told == self._usual:
+            return _NO_CONTEXT
+        modes = Modes(*told)
+        entered = modes.entered()
+        self._usual = told if modes.are_usual() else ()
+        return entered
 
     def _take_over(self, updates: Any, thawed: Any, buffers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
         apply_updates(self._parts, updates)

@@ -30,6 +30,11 @@ class Flag:
         self._wait = core.plc_flag_wait
         self._seen = 0
 
+    @property
+    def seen(self) -> int:
+        """How many raises this side has waited for, modulo 2^32."""
+        return self._seen
+
     def raise_(self) -> None:
         """Count one up and wake the waiter. Never blocks."""
         self._raise(self._address)
