@@ -29,10 +29,10 @@ from paceline.dp import wire
 from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
 from paceline.dp.crew import Crew, Worker
 from paceline.dp.joints import Gradients, Join, Parameters, Share, not_shared
-from paceline.dp.mailbox import Form, Message, is_plain, meta_of, source_of
+from paceline.dp.mailbox import Form, Message, Source, is_plain, meta_of, source_of
 from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
-from paceline.dp.structure import Whole, flatten, unflatten
+from paceline.dp.structure import Whole, flatten, is_flat_call, unflatten
 from paceline.dp.sums import sum_gradients
 from paceline.dp.thread_limit import QuietCores, ThreadLimit
 from paceline.dp.watch import ModuleWatch
@@ -143,9 +143,13 @@ class _Backlog:
     buffers: set[int] = dataclasses.field(default_factory=set)
     releases: list[int] = dataclasses.field(default_factory=list)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.updates or self.thawed or self.buffers)
+
     def clear(self, releases: int) -> None:
         """It was told, `releases` of those too: the garbage collector may have added some meanwhile."""
-        if self.updates or self.thawed or self.buffers:
+        if self.has_news:
             self.updates, self.thawed, self.buffers = {}, {}, set()
         del self.releases[:releases]
 
@@ -207,7 +211,7 @@ class _Team:
         """What is known of calls with inputs like these; remembered if there is a key."""
         route = self.routes.get(key) if key is not None else None
         if route is None:
-            route = _Route.of(split)
+            route = _Route.of(split, is_plain=key is not None)
             if key is not None:
                 if len(self.routes) >= _KEPT:
                     self.routes.clear()
@@ -283,24 +287,22 @@ class _Sums:
         self._calls[task].append(weakref.ref(call))
 
     def sums(self, own: Gradients) -> Gradients:
-        calls = [
-            call for each in self._calls.pop(torch._C._current_graph_task_id(), ()) if (call := each()) is not None
-        ]
-        found = [each for call in calls for each in call.gradients()]
-        if not found:
+        refs = self._calls.pop(torch._C._current_graph_task_id(), ())
+        calls = [call for ref in refs if (call := ref()) is not None]
+        if not calls:
             raise GroupError(
                 "a backward reached parameters of DataParallel, but none of its outputs: what other replicas found is "
                 "missing. Return from forward what you want to differentiate"
             )
-        is_mine = not_shared(own)
-        if len(calls) == 1 and all(each.is_in_place for each in found) and all(is_mine):
-            addresses = self._places[0].like_these(own)
-            if addresses is not None:  # the usual case, in as few steps as possible
-                first, others = self._places[0], self._others[len(found) - 1]
-                add_pieces(addresses, len(found), others, first.counts, first.dtypes)
-                calls[0].finish_unless_inputs_wait()
-                return own
-        results = sum_gradients(own, [each.parameters for each in found], is_mine)
+        is_mine = not_shared(own)  # workers are still at it: time to look closely
+        ours = self._places[0].like_these(own) if all(is_mine) else None
+        found = [each for call in calls for each in call.gradients()]
+        results = own
+        if ours is not None and len(calls) == 1 and all(each.is_in_place for each in found):
+            others = self._others[len(found) - 1]
+            add_pieces(ours, len(found), others, self._places[0].counts, self._places[0].dtypes)
+        else:
+            results = sum_gradients(own, [each.parameters for each in found], is_mine)
         for call in calls:
             call.finish_unless_inputs_wait()
         return results
@@ -364,14 +366,22 @@ class _Route:
     kinds: tuple[bool, ...]  # which leaves are tensors
     tensors: list[int]
     others: list[int]
+    is_flat: bool
+    offsets: dict[int, list[int]]  # by replica: in bytes, of its share of each leaf; if all leaves are plain
     forms: dict[tuple[int, bool], Form]  # by replica, and whether gradients are computed
 
     @classmethod
-    def of(cls, split: SplitInputs) -> _Route:
+    def of(cls, split: SplitInputs, is_plain: bool) -> _Route:
         kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
         tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
         others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
-        return cls(split.again([]), kinds, tensors, others, {})
+        offsets = {}
+        if is_plain and split.dim == 0:
+            for replica, (start, _) in enumerate(split.ranges):
+                rows = [start * (factor or 0) for factor in split.factors]
+                leaves = zip(rows, split.leaves, strict=True)
+                offsets[replica] = [row * leaf[:1].nbytes for row, leaf in leaves]
+        return cls(split.again([]), kinds, tensors, others, is_flat_call(split.spec), offsets, {})
 
 
 def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -433,23 +443,26 @@ class _Call:
         modes = Modes.here()
         for worker in self._workers:
             replica = worker.replica
-            shares = [split.share(index, replica) for index in route.tensors]
             backlog = team.backlogs[replica]
+            form = route.forms.get((replica, modes[0]))
+            offsets = route.offsets.get(replica)
             news: tuple[Any, ...] = ((), (), ())
-            if backlog.updates or backlog.thawed or backlog.buffers:
-                indices = tuple(sorted(backlog.buffers))
-                buffers = team.buffers.values(indices)
-                form = self._form(worker, shares, modes[0], buffers)
-                shares += buffers
-                updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
-                news = (updates, tuple(backlog.thawed.items()), indices)
+            sources: list[Source]
+            if form is not None and offsets is not None and not backlog.has_news:
+                sources = [leaf.data_ptr() + offset for leaf, offset in zip(split.leaves, offsets, strict=True)]
             else:
-                known = route.forms.get((replica, modes[0]))
-                form = known if known is not None else self._form(worker, shares, modes[0])
-                route.forms[replica, modes[0]] = form
+                shares = [split.share(index, replica) for index in route.tensors]
+                form = route.forms[replica, modes[0]] = self._form(worker, shares, modes[0])
+                if backlog.has_news:
+                    indices = tuple(sorted(backlog.buffers))
+                    buffers = team.buffers.values(indices)
+                    form = self._form(worker, shares, modes[0], buffers)
+                    shares += buffers
+                    updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
+                    news = (updates, tuple(backlog.thawed.items()), indices)
+                sources = [*map(source_of, shares)]
             releases = tuple(backlog.releases)
             objects = [split.share(index, replica) for index in route.others] if route.others else ()
-            sources = [*map(source_of, shares)]
             worker.outbox.write((FORWARD, releases, self._token, modes, *news), form, sources, objects)
             backlog.clear(len(releases))
             worker.start()
@@ -505,7 +518,7 @@ class _Call:
             Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)  # type: ignore[no-untyped-call]  # torch's
             for index, leaf in enumerate(split.leaves)
         ]
-        args, kwargs = unflatten(split.spec, shares)
+        args, kwargs = (shares, {}) if self._route.is_flat else unflatten(split.spec, shares)
         anchor = None
         if grad:
             self._stand_ins = stand_ins = team.stand_ins()

@@ -21,7 +21,7 @@ from paceline.dp.crew import Link
 from paceline.dp.joints import Caught, Gradients
 from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of, source_of
 from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, Slot
-from paceline.dp.structure import flatten, unflatten
+from paceline.dp.structure import flatten, is_flat_call, unflatten
 from paceline.dp.watch import apply_updates
 from paceline.dp.whole_batch import MeetingPoint, WholeBatch
 
@@ -94,13 +94,19 @@ class _Net:
     parameters: list[torch.Tensor]
     places: GradientPlaces
     found: list[Gradients]  # one for each time a backward came here: once, unless the module's own backwards do
+    direct: list[torch.Tensor]  # parameters that code had itself, as LSTMs do: their gradients did not come here
 
     @classmethod
     def spread(cls, slots: Sequence[Slot], room: GradientRoom) -> _Net:
         wanted = [index for index, slot in enumerate(slots) if slot.parameter.requires_grad]
-        net = cls([slots[index].parameter for index in wanted], GradientPlaces(room, wanted), [])
+        net = cls([slots[index].parameter for index in wanted], GradientPlaces(room, wanted), [], [])
         root = torch.empty(0, requires_grad=True)
         stand_ins = iter(Caught.apply(net.found, net.parameters, root) if wanted else ())  # type: ignore[no-untyped-call]  # torch's
+        for parameter in net.parameters:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                hooks.clear()  # of an earlier net
+            parameter.register_post_accumulate_grad_hook(net.direct.append)
         for slot in slots:
             tensor = next(stand_ins) if slot.parameter.requires_grad else slot.parameter
             for holder, name in slot.places:
@@ -109,15 +115,17 @@ class _Net:
 
     def take(self) -> Gradients:
         """What was found since the last time, for each parameter."""
-        sums = list(self.found[0]) if self.found else [None] * len(self.parameters)
-        for more in self.found[1:]:
+        if len(self.found) == 1 and not self.direct:
+            return self.found.pop()  # the usual case
+        sums: list[torch.Tensor | None] = [None] * len(self.parameters)
+        for more in self.found:
             _add(sums, more)
-        self.found.clear()
-        direct = [parameter.grad for parameter in self.parameters]  # of code that has the parameter itself, as LSTMs do
-        if direct.count(None) < len(direct):
-            _add(sums, direct)
-            for parameter in self.parameters:
+        if self.direct:
+            _add(sums, [parameter.grad for parameter in self.parameters])
+            for parameter in self.direct:
                 parameter.grad = None
+        self.found.clear()
+        self.direct.clear()
         return sums
 
 
@@ -137,6 +145,7 @@ class _Graph:
     inputs: Sequence[torch.Tensor]
 
 
+_run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
 _NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -179,6 +188,7 @@ def serve(
                 continue
             is_well = _answer(worker, inbox, outbox)
             link.done.raise_()
+            worker.spent.clear()
             if meeting is not None and not is_well:
                 meeting.give_up(replica)
 
@@ -241,6 +251,8 @@ class _Replica:
         self.whole_batch = _NO_CONTEXT
         self._graphs: dict[int, _Graph] = {}
         self._usual: tuple[Any, ...] = ()  # modes that hold anyway
+        self._is_flat: dict[Form, bool] = {}
+        self.spent: list[Any] = []  # freed when the main process has its answer
         for parameter in parameters.tensors:
             parameter.grad = None
             # Hooks are for the sum over all replicas and run in the main process.
@@ -265,9 +277,13 @@ class _Replica:
         with self._under(modes), self.whole_batch:
             given = [*map(_own, tensors[:shares], order.form.metas)]
             leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
-            args, kwargs = unflatten(structure, leaves)
-            outputs = self._module(*args, **kwargs)
-            del args, kwargs, leaves
+            if self._is_flat.setdefault(order.form, is_flat_call(structure)):
+                outputs = self._module(*leaves)
+            else:
+                args, kwargs = unflatten(structure, leaves)
+                outputs = self._module(*args, **kwargs)
+                del args, kwargs
+            del leaves
         spec, leaves = flatten(outputs)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] if len(found) < len(leaves) else ()
@@ -300,17 +316,25 @@ class _Replica:
         _, _, token, keep = order.fixed
         (present,) = order.form.spec
         graph = self._graphs[token] if keep else self._graphs.pop(token)
+        self.spent.append(graph)
         asked = [output for output, there in zip(graph.outputs, present, strict=True) if there]
         given = zip(asked, inbox.tensors(order.form), strict=True)
         pairs = [(output, gradient) for output, gradient in given if output.requires_grad]
         try:
             if pairs:
-                torch.autograd.backward(
-                    [output for output, _ in pairs], [gradient for _, gradient in pairs], retain_graph=keep
+                _run_backward(
+                    tuple(output for output, _ in pairs),
+                    tuple(gradient for _, gradient in pairs),
+                    keep,
+                    False,
+                    (),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
                 )
             inputs = [tensor.grad for tensor in graph.inputs]
         finally:
             found = graph.net.take()
+            self.spent.append(found)
             for tensor in graph.inputs:
                 tensor.grad = None
         return self._gradients(graph.net.places, found, inputs)
