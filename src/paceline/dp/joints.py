@@ -14,8 +14,9 @@ In a worker there are no parameters to go on to: gradients end in `Caught`, all 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 Gradients = Sequence[torch.Tensor | None]
+_uses: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")  # of the tensor, outside of Python
 
 
 class RemoteCall(Protocol):
@@ -135,36 +137,31 @@ def not_shared(gradients: Gradients) -> list[bool]:
     Another node's input, a hook that kept it, a view of it would each be one reference more. To be called with the
     tuple that `Parameters.backward` got, without its last.
     """
-    limit = _references_of_a_backward()
-    return [
-        count <= limit and gradient is not None and _has_storage_alone(gradient)
-        for count, gradient in zip(_references(gradients), gradients, strict=True)
-    ]
-
-
-def _has_storage_alone(gradient: torch.Tensor) -> bool:
-    if gradient.is_sparse:
-        return False
-    base = gradient._base  # the gradient of a Linear's weight is a transposed view of a tensor nobody else has
-    # Two: the tensor's reference, and that of the storage made for this question.
-    holders = 2 if base is None else 3
-    return torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= holders and (
-        base is None or _references_of(base) <= _references_of_a_base()
-    )
-
-
-def _references_of(base: torch.Tensor) -> int:
-    return sys.getrefcount(base) + base._use_count()  # type: ignore[operator]  # torch's stubs: callable, of unknown type
+    limit, base_limit = _references_of_a_backward(), _references_of_a_base()
+    uses_of_storage = torch._C._storage_Use_Count
+    found = []
+    for references, gradient in zip(_references(gradients), gradients, strict=True):
+        if references > limit or gradient is None or gradient.is_sparse:
+            found.append(False)
+            continue
+        base = gradient._base  # the gradient of a Linear's weight is a transposed view of a tensor nobody else has
+        # The tensor's reference, its base's, and that of the storage made for this question.
+        holders = 2 if base is None else 3
+        found.append(
+            uses_of_storage(gradient.untyped_storage()._cdata) <= holders
+            and (base is None or sys.getrefcount(base) + _uses(base) <= base_limit)
+        )
+    return found
 
 
 @functools.cache
 def _references_of_a_base() -> int:
-    """How many references the base of a view has that only the view refers to, as `_references_of` counts."""
+    """How many references the base of a view has that only the view refers to, as `not_shared` counts."""
     with torch.no_grad():
         view = torch.zeros(2, 2).t()
     base = view._base
     assert base is not None
-    return _references_of(base)
+    return sys.getrefcount(base) + _uses(base)
 
 
 @functools.cache

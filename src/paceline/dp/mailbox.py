@@ -79,6 +79,7 @@ class Form:
         self.spec = spec
         self.metas = metas
         self.data = data
+        self.is_flat: bool | None = None  # whether the reader calls its module with just the tensors, once it knows
         self._offsets: list[int] = []
         self._sizes = [*map(_nbytes, metas)]
         self.nbytes = 0

@@ -8,7 +8,7 @@ import mmap
 import operator
 from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -180,7 +180,7 @@ class GradientPlaces:
                 or gradient.is_neg()  # negated when read
             ):
                 return None
-        return array("Q", map(_address, gradients))
+        return array("Q", map(_address, cast("Sequence[torch.Tensor]", gradients)))
 
     def fill(self, addresses: array[int]) -> None:
         """Copy from there."""

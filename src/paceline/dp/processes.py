@@ -130,7 +130,10 @@ class ProcessExecutor:
         self._team = team = None  # ends the old workers, unless graphs need them
         self._quiet.begin()
         meeting = MeetingPoint(self.workers - 1, self._timeout_s) if self._is_batch_whole else None
-        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s, meeting, is_restless)
+        with torch.inference_mode(False):  # the parameters' new memory is for training, too
+            self._team = _Team(
+                self._module, parameters, self.workers, self.threads, self._timeout_s, meeting, is_restless
+            )
         return self._team
 
 
@@ -732,6 +735,8 @@ def _share_of(joint: Joint, gradient: torch.Tensor | None, replica: int) -> torc
     if joint.how == "mean":
         return gradient * joint.weights[replica]
     start, stop = joint.ranges[replica]
+    if joint.dim == 0:
+        return gradient[start:stop]
     return gradient.narrow(joint.dim, start, stop - start)
 
 

@@ -54,6 +54,8 @@ class SplitInputs:
         if not factor:
             return leaf
         start, stop = self.ranges[replica]
+        if self.dim == 0:
+            return leaf[start * factor : stop * factor]  # quicker than narrow
         return leaf.narrow(self.dim, start * factor, (stop - start) * factor)
 
 

@@ -15,6 +15,17 @@ _Update = tuple[int, str, Any]  # index of the module, attribute, value
 
 # Looked after elsewhere: by value.
 _APART = ("_parameters", "_buffers")
+# Nothing that a forward does depends on these, or only together with others that are looked at.
+_WITHOUT_EFFECT = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+)
 _SIMPLE = (bool, int, float, str, type(None))
 _FORWARDS_TO_SEE = 8
 
@@ -95,7 +106,7 @@ class ModuleWatch:
         containers = [
             value
             for (_, name), value in zip(self._keys(), self._values, strict=True)
-            if isinstance(value, dict | list | set) and name not in _APART
+            if isinstance(value, dict | list | set) and name not in _APART and name not in _WITHOUT_EFFECT
         ]
         containers += [part._buffers for part in self._parts if not part._buffers]
         self._empty = [value for value in containers if not value]
@@ -118,9 +129,9 @@ class ModuleWatch:
             now = _inside(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
-        return all(tuple(holder) == names for holder, names in self._buffers) and all(
-            value._version == version for value, version in self._tensors
-        )
+        if self._buffers and not all(tuple(holder) == names for holder, names in self._buffers):
+            return False
+        return not self._tensors or all(value._version == version for value, version in self._tensors)
 
 
 def _inside(value: Any) -> tuple[Any, ...]:

@@ -216,8 +216,10 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
         outbox.write((FAILED, text, _pickled(error)), outbox.form((), ()))
         del error
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
+        try:
             stream.flush()
+        except Exception:  # closed, or replaced by the user; contextlib.suppress would take longer
+            continue
     return is_well
 
 
@@ -251,7 +253,6 @@ class _Replica:
         self.whole_batch = _NO_CONTEXT
         self._graphs: dict[int, _Graph] = {}
         self._usual: tuple[Any, ...] = ()  # modes that hold anyway
-        self._is_flat: dict[Form, bool] = {}
         self.spent: list[Any] = []  # freed when the main process has its answer
         for parameter in parameters.tensors:
             parameter.grad = None
@@ -277,7 +278,9 @@ class _Replica:
         with self._under(modes), self.whole_batch:
             given = [*map(_own, tensors[:shares], order.form.metas)]
             leaves = given if shares == len(kinds) else _interleaved(kinds, given, order.objects)
-            if self._is_flat.setdefault(order.form, is_flat_call(structure)):
+            if order.form.is_flat is None:
+                order.form.is_flat = is_flat_call(structure)
+            if order.form.is_flat:
                 outputs = self._module(*leaves)
             else:
                 args, kwargs = unflatten(structure, leaves)
@@ -377,7 +380,7 @@ def _interleaved(kinds: Sequence[bool], tensors: Sequence[torch.Tensor], objects
 
 def _own(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
     """A copy: the box is used for the next message while graphs still hold this one."""
-    copy = tensor.clone(memory_format=torch.preserve_format)
+    copy = tensor.clone()
     return copy.requires_grad_() if meta.requires_grad else copy
 
 
