@@ -5,13 +5,12 @@
  *                   One phase a slot, ranks * bytes read per rank: best for short messages.
  *   share the sums  each rank sums one part of all slots, in place in its own slot; a second phase; all copy the
  *                   finished parts out. Two phases a slot, 2 * bytes read per rank: best for very many ranks.
- *   through rings   the same by blocks that stay in cache, each rank at its own pace: it stages the others' parts of a
- *                   block, sums its own part of the block before, and fetches the others' sums of the one before that.
- *                   2 * bytes of cache traffic, no phase but the first. Best from 32 KB on.
+ *   through rings   the same by blocks that stay in cache, each rank at its own pace, see rings.h. No phase but the
+ *                   first. Best from 32 KB on.
  *   read directly   share the sums, but the kernel copies straight from the peers' own memory: no staging, three phases
  *                   in all. Best for long messages, where the system allows it.
  */
-#include "internal.h"
+#include "rings.h"
 
 #define EVERYONE_SUMS_BELOW_BYTES (32 * 1024)
 #define READ_DIRECTLY_FROM_BYTES (1024 * 1024)
@@ -70,131 +69,36 @@ static int share_the_sums(passage *at, uint64_t chunk, bool (*reads)(const passa
 }
 
 /* --- through rings ------------------------------------------------------------------------------------------------ */
-/* A slot is a ring of this many blocks. More slack than two, and all of it still fits a second-level cache. */
-#define RING_DEPTH 4
-
-/* One call. The parts staged for others lie in the slot of this use, where they may be put before the ranks meet; sums
- * lie in the other slot, which is free from then on. A rank ends when all parts are summed, so that what it staged was
- * read; its sums may still be read, so the next use takes the slot of this one again. */
-typedef struct {
-    passage *at;
-    uint64_t bytes, part, blocks;
-    uint64_t stage_bytes; /* of a block, for all others together */
-    uint32_t first;       /* the ranks' counters before this call */
-    bool reads;
-} rings;
-
-static rings plan_rings(passage *at, bool reads) {
+/* The parts staged for others lie in the slot of this use, where they may be put before the ranks meet; sums lie in the
+ * other slot, which is free from then on. They may still be read when the call ends, so the next use takes the slot of
+ * this one again. */
+static int through_rings(passage *at, bool (*reads)(const passage *at)) {
     plc_comm *comm = at->comm;
     const plc_request *q = at->request;
-    rings p = {.at = at, .bytes = q->count * plc_element_bytes(q->dtype), .first = comm->blocks, .reads = reads};
-    p.stage_bytes = comm->config.slot_bytes / RING_DEPTH;
-    uint64_t most = p.stage_bytes / (comm->ranks - 1) / CACHE_LINE * CACHE_LINE;
-    p.blocks = (p.bytes + most * comm->ranks - 1) / (most * comm->ranks);
-    uint64_t parts = p.blocks * comm->ranks;
-    p.part = ALIGN_UP((p.bytes + parts - 1) / parts, CACHE_LINE); /* even: a short last block would leave ranks idle */
-    return p;
-}
-
-/* Where part `rank` of a block begins, and how long it is. */
-static uint64_t ring_part(const rings *p, uint64_t block, uint32_t rank, uint64_t *bytes) {
-    uint64_t from = MIN((block * p->at->comm->ranks + rank) * p->part, p->bytes);
-    *bytes = MIN(p->bytes - from, p->part);
-    return from;
-}
-
-static unsigned char *staged_by(const rings *p, uint32_t rank, uint32_t part, uint64_t block) {
-    uint32_t place = part < rank ? part : part - 1; /* a rank stages all parts but its own */
-    return slot_of(p->at->comm, rank, p->at->slot) + block % RING_DEPTH * p->stage_bytes + place * p->part;
-}
-
-static unsigned char *summed_by(const rings *p, uint32_t rank, uint64_t block) {
-    return slot_of(p->at->comm, rank, p->at->slot ^ 1u) + block % RING_DEPTH * p->part;
-}
-
-static bool is_that_rank(const plc_comm *comm, uint32_t rank, const void *that) {
-    (void)comm;
-    return rank == *(const uint32_t *)that;
-}
-
-enum { STAGED, SUMMED, FETCHED };
-
-/* Until every peer has done this step with `blocks` blocks of this call. */
-static int wait_for_peers(const rings *p, int step, uint64_t blocks) {
-    plc_comm *comm = p->at->comm;
-    for (uint32_t r = 0; r < comm->ranks; r++) {
-        if (r == comm->rank) continue;
-        signal_word *word = &comm->shared->records[r].progress[step];
-        int status = wait_for(comm, word, p->first + (uint32_t)blocks, p->at->deadline, is_that_rank, &r);
-        if (status != PLC_OK) return status;
-    }
-    return PLC_OK;
-}
-
-static void did(const rings *p, int step) {
-    plc_comm *comm = p->at->comm;
-    advance(&comm->shared->records[comm->rank].progress[step], 1);
-}
-
-static void stage(const rings *p, uint64_t block) {
-    const plc_comm *comm = p->at->comm;
-    uint64_t n;
-    for (uint32_t r = 0; r < comm->ranks; r++) {
-        if (r == comm->rank) continue;
-        uint64_t from = ring_part(p, block, r, &n);
-        memcpy(staged_by(p, comm->rank, r, block), (const char *)p->at->request->input + from, n);
-    }
-}
-
-static int stage_in_turn(const rings *p, uint64_t block) {
-    int status = block < RING_DEPTH ? PLC_OK : wait_for_peers(p, SUMMED, block - RING_DEPTH + 1);
+    rings p = {.comm = comm,
+               .deadline = at->deadline,
+               .input = q->input,
+               .output = q->output,
+               .count = q->count,
+               .dtype = q->dtype,
+               .op = q->op,
+               .factor = q->factor,
+               .weight = 1.0,
+               .reads = reads(at),
+               .stages = slot_of(comm, 0, at->slot),
+               .sums = slot_of(comm, 0, at->slot ^ 1u),
+               .stride = (uint64_t)(slot_of(comm, 1, 0) - slot_of(comm, 0, 0)),
+               .ring_bytes = comm->config.slot_bytes,
+               .progress = comm->shared->records[0].progress,
+               .progress_stride = sizeof(rank_record),
+               .first = comm->blocks};
+    rings_plan(&p);
+    rings_stage(&p, 0);
+    int status = meet(at, q->count);
+    if (status == PLC_OK) status = rings_run(&p, true);
     if (status != PLC_OK) return status;
-    if (block > 0) stage(p, block); /* the first was staged before the ranks met */
-    did(p, STAGED);
-    return PLC_OK;
-}
-
-static int sum_block(const rings *p, uint64_t block) {
-    const plc_comm *comm = p->at->comm;
-    const plc_request *q = p->at->request;
-    int status = wait_for_peers(p, STAGED, block + 1);
-    if (status == PLC_OK && block >= RING_DEPTH) status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
-    if (status != PLC_OK) return status;
-    uint64_t bytes, from = ring_part(p, block, comm->rank, &bytes), count = bytes / plc_element_bytes(q->dtype);
-    const void *inputs[PLC_MAX_RANKS];
-    for (uint32_t r = 0; r < comm->ranks; r++)
-        inputs[r] = r == comm->rank ? (const unsigned char *)q->input + from : staged_by(p, r, comm->rank, block);
-    unsigned char *sums = summed_by(p, comm->rank, block), *mine = (unsigned char *)q->output + from;
-    if (p->reads) reduce_block_twice(mine, sums, inputs, comm->ranks, count, q->dtype, q->op, q->factor);
-    else reduce_block(sums, inputs, comm->ranks, count, q->dtype, q->op, q->factor);
-    did(p, SUMMED);
-    return PLC_OK;
-}
-
-static int fetch_block(const rings *p, uint64_t block) {
-    const plc_comm *comm = p->at->comm;
-    int status = wait_for_peers(p, SUMMED, block + 1);
-    if (status != PLC_OK) return status;
-    for (uint32_t r = 0; p->reads && r < comm->ranks; r++) {
-        uint64_t n, from = ring_part(p, block, r, &n);
-        if (r != comm->rank) memcpy((char *)p->at->request->output + from, summed_by(p, r, block), n);
-    }
-    did(p, FETCHED);
-    return PLC_OK;
-}
-
-static int through_rings(passage *at, bool (*reads)(const passage *at)) {
-    rings p = plan_rings(at, reads(at));
-    stage(&p, 0);
-    int status = meet(at, at->request->count);
-    for (uint64_t step = 0; status == PLC_OK && step < p.blocks + 2; step++) {
-        if (step < p.blocks) status = stage_in_turn(&p, step);
-        if (status == PLC_OK && step >= 1 && step - 1 < p.blocks) status = sum_block(&p, step - 1);
-        if (status == PLC_OK && step >= 2) status = fetch_block(&p, step - 2);
-    }
-    if (status != PLC_OK) return status;
-    at->comm->blocks += (uint32_t)p.blocks;
-    at->comm->slot = at->slot;
+    comm->blocks += (uint32_t)p.blocks;
+    comm->slot = at->slot;
     return PLC_OK;
 }
 

@@ -4,12 +4,15 @@
  * in; once all are in, the bucket is cut into chunks which any waiting rank claims with an atomic counter and
  * reduces, writing the result to every rank's region. No thread, no blocking while a rank still computes, no copies.
  * All counters only grow: use number u of a bucket is complete at u * ranks arrivals and u * chunks finished chunks.
+ *
+ * A bucket of its own memory is one that is not worth copying here: its ranks wait for each other and sum it through
+ * rings, see rings.h, for which a part of the regions is set aside.
  */
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#include "internal.h"
+#include "rings.h"
 
 #define CHUNK_BYTES (64 * 1024)
 #define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
@@ -31,7 +34,8 @@ typedef struct {
 typedef struct {
     uint64_t offset, count;
     uint32_t dtype, op, chunks;
-    uint32_t uses; /* how often this rank has counted itself in */
+    uint64_t ring_bytes; /* 0: the numbers lie in the region */
+    uint32_t uses;       /* how often this rank has counted itself in */
     bool compared; /* the ranks were found to mean the same by it */
 } bucket;
 
@@ -43,14 +47,19 @@ struct plc_arena {
     uint32_t rank, ranks, buckets; /* ranks: also known when the communicator is gone */
     bucket *table;
     uint32_t noted, weighing; /* notes written so far; the one whose numbers are weights */
+    uint32_t blocks; /* that went through the rings so far */
     bool weighs, by_samples, divide_by_ranks;
 };
+
+typedef struct {
+    signal_word progress[RING_STEPS];
+} ring_control;
 
 /* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
 static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
 
 /* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's definitions, every
- * rank's region. */
+ * rank's progress through rings, every rank's region. */
 static uint64_t notes_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
 }
@@ -59,8 +68,12 @@ static uint64_t definitions_at(uint32_t ranks, uint32_t buckets) {
     return notes_at(ranks, buckets) + ranks * NOTES * sizeof(note);
 }
 
+static uint64_t progress_at(uint32_t ranks, uint32_t buckets) {
+    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call), CACHE_LINE);
+}
+
 static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
-    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call), 4096);
+    return ALIGN_UP(progress_at(ranks, buckets) + ranks * sizeof(ring_control), 4096);
 }
 
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
@@ -169,18 +182,33 @@ static plc_call *definition_of(const plc_arena *arena, uint32_t rank, uint32_t i
     return table + (uint64_t)rank * arena->buckets + index;
 }
 
-int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
-    if (index >= arena->buckets || !can_reduce(dtype, op)) return PLC_INVALID;
-    uint64_t element = plc_element_bytes(dtype), room = arena->bytes_per_rank;
-    if (offset > room || offset % element != 0 || count > (room - offset) / element) return PLC_INVALID;
-    uint64_t bytes = count * element;
+static int define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t room, const bucket *what) {
+    if (index >= arena->buckets || !can_reduce(what->dtype, what->op)) return PLC_INVALID;
+    if (offset > arena->bytes_per_rank || room > arena->bytes_per_rank - offset) return PLC_INVALID;
     bucket *b = &arena->table[index];
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
-    uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    *b = (bucket){.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
-    *definition_of(arena, arena->rank, index) = (plc_call){.sequence = index, .kind = PLC_BUCKET, .dtype = dtype,
-                                                           .op = op, .root = -1, .count = count, .label = offset};
+    *b = *what;
+    *definition_of(arena, arena->rank, index) =
+        (plc_call){.sequence = index, .kind = PLC_BUCKET, .dtype = b->dtype, .op = b->op, .root = -1, .count = b->count,
+                   .label = offset};
     return PLC_OK;
+}
+
+int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
+    uint64_t element = plc_element_bytes(dtype), bytes = count * element;
+    if (element == 0 || offset % element != 0 || count > arena->bytes_per_rank / element) return PLC_INVALID;
+    uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
+    bucket b = {.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
+    return define(arena, index, offset, bytes, &b);
+}
+
+int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
+                          uint32_t dtype, uint32_t op) {
+    if (arena->ranks < 2) return PLC_INVALID; /* nothing to sum */
+    /* Room for a cache line of every part in every block of both rings. */
+    if (offset % CACHE_LINE != 0 || ring_bytes % 4096 != 0 || ring_bytes < 1024ull * arena->ranks) return PLC_INVALID;
+    bucket b = {.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = 1, .ring_bytes = ring_bytes};
+    return define(arena, index, offset, ring_bytes, &b);
 }
 
 /* The result of one block, written to the first region and copied to the others while it is in cache. */
@@ -263,13 +291,19 @@ static int compare_definitions(plc_arena *arena, uint32_t index) {
     return PLC_MISMATCH;
 }
 
+static int all_are_in(plc_arena *arena, uint32_t index, int64_t deadline) {
+    const bucket *b = &arena->table[index];
+    bucket_wait context = {arena, index};
+    signal_word *arrived = &control_of(arena, index)->arrived;
+    int status = wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+    return status == PLC_OK && !b->compared ? compare_definitions(arena, index) : status;
+}
+
 static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
-    bucket_wait context = {arena, index};
-    int status = wait_for(arena->comm, &c->arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
-    if (status == PLC_OK && !b->compared) status = compare_definitions(arena, index);
+    int status = all_are_in(arena, index, deadline);
     if (status != PLC_OK) return status;
     if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) caller_waits();
     help(arena, index);
@@ -277,11 +311,63 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
-    if (index >= arena->buckets || arena->table[index].uses == 0) return PLC_INVALID;
+    if (index >= arena->buckets || arena->table[index].uses == 0 || arena->table[index].ring_bytes != 0)
+        return PLC_INVALID;
     caller_scope scope;
     if (!step_in(arena->comm)) return PLC_ABORTED;
     caller_enters(&scope, arena->comm);
     int status = finish(arena, index, timeout_ns);
+    caller_returns(&scope);
+    step_out(arena->comm);
+    return status;
+}
+
+/* Both rings in the room the bucket was given. Every rank ends a call with what it staged read, and begins to sum only
+ * when all have staged, hence have fetched the sums of the call before: so each call may use the same room again. */
+static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t deadline) {
+    const bucket *b = &arena->table[index];
+    uint64_t half = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
+    unsigned char *room = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
+    rings p = {.comm = arena->comm,
+               .deadline = deadline,
+               .input = data,
+               .output = data,
+               .count = b->count,
+               .dtype = b->dtype,
+               .op = b->op,
+               .factor = 1.0,
+               .weight = 1.0,
+               .reads = true,
+               .stages = room,
+               .sums = room + half,
+               .stride = arena->bytes_per_rank,
+               .ring_bytes = half,
+               .progress = ((ring_control *)((char *)arena->mapping + progress_at(arena->ranks, arena->buckets)))->progress,
+               .progress_stride = sizeof(ring_control),
+               .first = arena->blocks};
+    if (b->op == PLC_AVG && arena->weighs) {
+        weighting w;
+        weigh(arena, &w);
+        p.op = w.divisor != 0 ? PLC_PREMUL_SUM : PLC_SUM;
+        if (w.divisor != 0) p.factor = 1.0 / (double)w.divisor;
+        else p.weight = w.weights[arena->rank];
+    }
+    rings_plan(&p);
+    int status = rings_run(&p, false);
+    if (status == PLC_OK) arena->blocks += (uint32_t)p.blocks;
+    return status;
+}
+
+int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns) {
+    if (index >= arena->buckets || arena->table[index].ring_bytes == 0) return PLC_INVALID;
+    caller_scope scope;
+    if (!step_in(arena->comm)) return PLC_ABORTED;
+    caller_enters(&scope, arena->comm);
+    int64_t deadline = deadline_after(arena->comm, timeout_ns);
+    int status = plc_bucket_ready(arena, index);
+    if (status == PLC_OK) status = all_are_in(arena, index, deadline);
+    caller_waits();
+    if (status == PLC_OK) status = reduce_own(arena, index, data, deadline);
     caller_returns(&scope);
     step_out(arena->comm);
     return status;

@@ -39,6 +39,8 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } signal_word;
 
+enum { STAGED, SUMMED, FETCHED, RING_STEPS }; /* see rings.h */
+
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t state;
     int32_t pid;
@@ -47,8 +49,8 @@ typedef struct {
     uint64_t probe_at;                      /* a word in its memory, to find out whether peers may read there */
     uint32_t reads_all;                     /* it could read every peer's word */
     _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank arrived at */
-    signal_word progress[3]; /* blocks staged, summed and fetched by this rank, see allreduce.c */
-    signal_word doorbell;                        /* rung by peers when a message channel moved */
+    signal_word progress[RING_STEPS]; /* blocks this rank has staged, summed and fetched */
+    signal_word doorbell;             /* rung by peers when a message channel moved */
 } rank_record;
 
 typedef struct {

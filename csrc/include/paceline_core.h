@@ -16,7 +16,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 5
+#define PLC_ABI_VERSION 6
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -195,6 +195,14 @@ PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset,
 PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
 /* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. [lock] */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
+
+/* A bucket whose numbers stay in every rank's own memory: `ring_bytes` at `offset` of every rank's region carry them
+ * across. Buckets may share that room. */
+PLC_API int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
+                                  uint32_t dtype, uint32_t op);
+/* Replace the numbers at `data` by the result over all ranks; waits for them. Such buckets come in the same order on all
+ * ranks. [lock] */
+PLC_API int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
 
 /* --- pieces: many arrays at their own addresses, in one call; no communicator needed ------------------------------ */
 PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from, const uint64_t *bytes);

@@ -467,6 +467,42 @@ static void take_whole_steps(seat *at) {
 
 void whole_steps(uint64_t seed) { in_worlds_with_arena(take_whole_steps, seed); }
 
+/* Buckets in the ranks' own memory, which share the little room they go through. Every other step the notes weigh. */
+static void use_own_buckets(seat *at) {
+    enum { ROOM = 16384 };
+    static const uint64_t counts[BUCKETS - 1] = {0, 1, 40001}; /* none, less than a part, many blocks */
+    plc_arena *arena;
+    CHECK_STATUS(PLC_OK, plc_arena_open(at->comm, -1, at->in->shared, 8 * 50000, BUCKETS, &arena));
+    for (uint32_t b = 0; b < BUCKETS - 1; b++)
+        CHECK_STATUS(PLC_OK, plc_bucket_define_own(arena, b, 4096, ROOM, counts[b], PLC_F64, PLC_AVG));
+    double *mine = malloc(8 * 40001);
+    CHECK(mine != NULL, "malloc: errno %d", errno);
+    for (int use = 0; use < 20; use++) {
+        plc_arena_weigh(arena, use % 2, 0);
+        uint64_t seed = next_random(&at->seed);
+        double own = samples_of(seed, at->rank), note[PLC_NOTE_NUMBERS] = {0, own, own, 1}, samples = 0;
+        for (uint32_t r = 0; r < at->ranks; r++) samples += samples_of(seed, r);
+        plc_arena_note(arena, note, 1);
+        for (uint32_t b = 0; b < BUCKETS - 1; b++) {
+            for (uint64_t i = 0; i < counts[b]; i++) mine[i] = (double)value(seed, at->rank, i);
+            maybe_nap(at);
+            CHECK_STATUS(PLC_OK, plc_bucket_reduce_own(arena, b, mine, -1));
+            for (uint64_t i = 0; i < counts[b]; i++) {
+                double expected = 0;
+                for (uint32_t r = 0; r < at->ranks; r++)
+                    expected += (use % 2 ? samples_of(seed, r) / samples : 1.0 / at->ranks) * (double)value(seed, r, i);
+                double error = mine[i] - expected;
+                CHECK(error < 1e-9 && error > -1e-9, "use %d, bucket %u, element %lu: %g instead of %g", use, b,
+                      (unsigned long)i, mine[i], expected);
+            }
+        }
+    }
+    free(mine);
+    plc_arena_close(arena);
+}
+
+void own_buckets(uint64_t seed) { in_worlds_with_arena(use_own_buckets, seed); }
+
 /* --- everything at once: two communicators of the same ranks, used from two threads each ---------------------------- */
 static void *collectives_in_a_thread(void *argument) {
     random_collectives(argument);

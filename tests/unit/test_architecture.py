@@ -16,7 +16,7 @@ PACKAGE = ROOT / "src" / "paceline"
 # Lowest first. A module may import from its own layer's package and from lower layers only.
 LAYERS = [
     ["_version"],
-    ["errors"],
+    ["errors", "heap"],
     ["_registration"],  # reaches up to `groups` inside a function, when torch asks for a group
     ["shm"],
     ["groups"],

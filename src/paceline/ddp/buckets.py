@@ -1,7 +1,8 @@
 """A bucket: one flat stretch of memory in which several gradients lie side by side, and the way in and out of it.
 
 A gradient that autograd made is copied in once; from then on the parameter's `.grad` *is* its place in the
-bucket, so that neither the average nor the optimizer copies it again.
+bucket, so that neither the average nor the optimizer copies it again. A large gradient is not copied at all: it is a
+bucket of its own and stays where autograd put it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import torch.distributed as dist
 # getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
 _OWN_REFERENCES = 2
 _REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pairs
+# Who refers to the memory of a gradient that nobody else uses: its tensor, and the storage object that is asked.
+_OWN_STORAGE_REFERENCES = 2
 # What is asked of every gradient in every step is asked by map(): a loop of bytecode takes three times as long.
 _gradient_of: Callable[[Any], torch.Tensor | None] = attrgetter("grad")
 _dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
@@ -28,7 +31,7 @@ _address_of: Callable[[Any], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[Any], bool] = torch.Tensor.is_contiguous
 _ONLY_NONE = {id(None)}
 
-__all__ = ["Bucket", "DenseBucket", "Fill", "SparseBucket", "State"]
+__all__ = ["Bucket", "DenseBucket", "Fill", "LoneBucket", "SparseBucket", "State"]
 
 # fill(flat tensor, element offset, addresses, lengths in bytes, bytes in all): copies pieces of memory side by side.
 Fill = Callable[[torch.Tensor, int, "array[int]", "array[int]", int], None]
@@ -336,13 +339,72 @@ class DenseBucket(Bucket):
         """A tensor over one parameter's place in the bucket: no view in autograd's sense, so `detach_()` works."""
         assert self._flat is not None
         parameter = self.parameters[position]
-        strides = parameter.stride() if _is_dense(parameter) else torch.empty(parameter.shape, device="meta").stride()
+        strides = _strides_of(parameter)
         view = torch.empty(0, dtype=self.dtype, device=self.device)
         return view.set_(self._flat.untyped_storage(), self._offset(position), parameter.shape, strides)
 
     def _offset(self, position: int) -> int:
         assert self._flat is not None
         return int(self._flat.storage_offset()) + self.offsets[position]
+
+
+class LoneBucket(DenseBucket):
+    """One large gradient, averaged where autograd put it."""
+
+    def __init__(self, index: int, member: int, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+        super().__init__(index, [member], [parameter], _no_memory, dtype)
+        self._strides, self._is_contiguous = _strides_of(parameter), parameter.is_contiguous()
+        self._data: torch.Tensor | None = None
+
+    def prepare(self) -> None:
+        """The gradient brings its memory."""
+
+    def take(self, position: int) -> None:
+        """It is where it belongs."""
+
+    def place_quickly(self) -> bool:
+        return False
+
+    def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
+        gradient = self.parameters[0].grad
+        used = set(used) if gradient is not None else set()
+        if gradient is not None and used and contribute:
+            data = gradient if self._stays(gradient) else self._own_copy(gradient)
+        else:
+            data = self._own_memory().zero_()
+        self._data, self._flat = data, data.as_strided((self.numel,), (1,))
+        return used
+
+    def _own_memory(self) -> torch.Tensor:
+        return torch.empty_strided(self.parameters[0].shape, self._strides, dtype=self.dtype, device=self.device)
+
+    def _own_copy(self, gradient: torch.Tensor) -> torch.Tensor:
+        own = self._own_memory()
+        self._copy([own], [gradient.detach()])
+        return own
+
+    def _stays(self, gradient: torch.Tensor) -> bool:
+        """It lies in memory as on every other rank, and nobody else uses that memory."""
+        return (
+            not gradient.is_sparse
+            and not gradient.requires_grad
+            and gradient.dtype is self.dtype
+            and (
+                gradient.stride() == self._strides or (gradient.is_contiguous() and self.parameters[0].is_contiguous())
+            )
+            and _storage_references(gradient) <= _OWN_STORAGE_REFERENCES
+        )
+
+    def scatter(self, used_anywhere: Collection[int]) -> None:
+        parameter, result = self.parameters[0], self._data
+        self._data = self._flat = None
+        gradient = parameter.grad
+        if result is None or gradient is result or not used_anywhere:
+            return
+        if gradient is not None and gradient.requires_grad:  # create_graph=True: the graph stays
+            gradient.detach().copy_(result)
+        else:
+            parameter.grad = result.to(parameter.dtype) if self._converts else result
 
 
 class SparseBucket(Bucket):
@@ -420,6 +482,17 @@ class _SparseSum:
 def _storage_references(tensor: torch.Tensor) -> int:
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+def _no_memory(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    del nbytes, device
+    return None
+
+
+def _strides_of(parameter: torch.Tensor) -> tuple[int, ...]:
+    """How its gradient lies in memory."""
+    dense = parameter if _is_dense(parameter) else torch.empty(parameter.shape, device="meta")
+    return dense.stride()
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

@@ -56,6 +56,9 @@ def _broadcast_piece(
 ) -> None:
     sections = _sections(tensors)
     with torch.no_grad():
+        if len(tensors) == 1 and tensors[0].is_contiguous():  # a large one, as a rule: no copy
+            group.broadcast(tensors[0].view(-1).view(torch.uint8), source).wait()
+            return
         if dist.get_rank(group) == source:
             flat = torch.cat([_flatten_dense_tensors(section).view(torch.uint8) for section in sections])
             group.broadcast(flat, source).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,6 +34,7 @@ from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.transport import GroupTransport, Transport
 from paceline.errors import ConfigError
 from paceline.groups import PacelineGroup
+from paceline.heap import keep_freed_memory
 from paceline.observe.recorder import recorder
 from paceline.observe.status import Phase, Word
 
@@ -234,6 +236,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _build_transport(self, managed: Sequence[Managed]) -> None:
         self._world: int = dist.get_world_size(self.process_group)
+        if any(one.parameter.is_cpu for one in managed):
+            on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+            keep_freed_memory(int(on_host) if on_host.isdigit() else self._world)
         self._transport: Transport | None = None
         if self._world > 1:
             self._transport = self._new_transport(managed)

@@ -39,6 +39,7 @@ class GradientSpec:
     nbytes: int
     kind: Hashable
     sparse: bool = False
+    in_place: bool = False  # not copied: a bucket of its own that is sent after all others
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -76,14 +77,15 @@ def limit_for(seconds_per_bucket: float, bytes_per_second: float) -> int:
 
 
 def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order: Sequence[int]) -> BucketPlan:
-    """Fill buckets with gradients in `order`; a sparse gradient is a bucket of its own."""
+    """Fill buckets with gradients in `order`."""
     closed: list[tuple[int, ...]] = []
+    in_place: list[tuple[int, ...]] = []
     filling: dict[Hashable, tuple[list[int], int]] = {}
     limit_at: dict[Hashable, int] = {}
     for index in order:
         gradient = gradients[index]
-        if gradient.sparse:
-            closed.append((index,))
+        if gradient.sparse or gradient.in_place:
+            (in_place if gradient.in_place else closed).append((index,))
             continue
         members, size = filling.get(gradient.kind, ([], 0))
         members.append(index)
@@ -96,13 +98,14 @@ def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order:
         else:
             filling[gradient.kind] = (members, size)
     closed.extend(tuple(members) for members, _ in filling.values())
-    return BucketPlan(tuple(closed))
+    return BucketPlan((*closed, *reversed(in_place)))  # what came last may still be in the cache
 
 
 def first_plan(gradients: Sequence[GradientSpec], limits: BucketLimits) -> BucketPlan:
     """Before anything is known of the order gradients arrive in: parameters in reverse, bucket by bucket."""
     plan = plan_buckets(gradients, limits, range(len(gradients)))
-    return BucketPlan(tuple(sorted(plan.buckets, key=min, reverse=True)))
+    last = {members for members in plan.buckets if gradients[members[0]].in_place}
+    return BucketPlan(tuple(sorted(plan.buckets, key=lambda members: (members in last, -min(members)))))
 
 
 def plan_order(arrived: Sequence[int], total: int) -> list[int]:

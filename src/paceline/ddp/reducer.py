@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket, State
+from paceline.ddp.buckets import Bucket, DenseBucket, LoneBucket, SparseBucket, State
 from paceline.ddp.comm_hooks import CommHook
 from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
 from paceline.ddp.samples import Contribution, SampleWindow, weight_of
@@ -185,8 +185,9 @@ class Reducer:
     # ------------------------------------------------------------------------------------------ plan and buckets
 
     def _specs(self) -> list[GradientSpec]:
+        in_place = self.transport.sums_in_place if self.transport is not None else _never
         return [
-            GradientSpec(one.parameter.numel() * one.parameter.element_size(), _kind(one.parameter), one.sparse)
+            GradientSpec(one.parameter.nbytes, _kind(one.parameter), one.sparse, in_place(one.parameter))
             for one in self.managed
         ]
 
@@ -197,13 +198,18 @@ class Reducer:
         self.buckets, self.unhooked = [], []
         for index, members in enumerate(plan.buckets):
             parameters = [self.managed[i].parameter for i in members]
+            dtype = self.bucket_dtype if parameters[0].is_floating_point() else None
             if self.managed[members[0]].sparse:
                 self.buckets.append(SparseBucket(index, members, parameters))
+            elif self.transport.sums_in_place(parameters[0]):
+                self.buckets.append(LoneBucket(index, members[0], parameters[0], dtype))
             else:
-                dtype = self.bucket_dtype if parameters[0].is_floating_point() else None
                 allocate, fill = self.transport.allocate, self.transport.filler()
                 self.buckets.append(DenseBucket(index, members, parameters, allocate, dtype, fill))
         self.plan = plan
+        # The last bucket waits for the end of backward: with it goes this rank's last word on the step. And so do those
+        # for which ranks wait.
+        self._sent_early = len(self.buckets) - max(sum(isinstance(one, LoneBucket) for one in self.buckets), 1)
         self._name_buckets()
         self.unhooked = [one for bucket in self.buckets for one in bucket.parameters if not one.requires_grad]
         self._hooks_missing = True  # until a forward that may have a backward: wrapping for inference costs none
@@ -232,8 +238,8 @@ class Reducer:
 
     def _needs_hook(self, bucket: Bucket, position: int) -> bool:
         """The last gradient of a bucket to arrive, unless it is sent at the end anyway; and those taken at once."""
-        is_last = position == bucket.size - 1 and bucket.index < len(self.buckets) - 1
-        return is_last or _is_large(bucket.parameters[position])
+        is_last = position == bucket.size - 1 and bucket.index < self._sent_early
+        return is_last or (_is_large(bucket.parameters[position]) and not isinstance(bucket, LoneBucket))
 
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
@@ -436,8 +442,7 @@ class Reducer:
                 self._hold = True
                 bucket.state = State.FILLING
                 return
-            # The last bucket waits for the end of backward: with it goes this rank's last word on the step.
-            while self._next < len(self.buckets) - 1 and self.buckets[self._next].state is State.READY:
+            while self._next < self._sent_early and self.buckets[self._next].state is State.READY:
                 self._send(self.buckets[self._next])
 
     def _is_full(self, bucket: Bucket) -> bool:
@@ -901,6 +906,10 @@ def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -
 
 def _is_large(parameter: torch.Tensor) -> bool:
     return parameter.numel() * parameter.element_size() >= _TAKE_AT_ONCE_BYTES
+
+
+def _never(_: torch.Tensor) -> bool:
+    return False
 
 
 def _row_of(contribution: Contribution) -> list[float]:

@@ -2,6 +2,9 @@
 
 A rank writes its signal into shared memory, counts itself in and goes on; nobody waits before the end of backward.
 The weights of the average are read from the signals by the rank that does the sum, when all have arrived.
+
+Large gradients are the exception: to copy one into shared memory costs as much as to sum it. They stay where they are,
+and at the end of backward the ranks sum them together, through a little shared memory that stays in the cache.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.buckets import Bucket, DenseBucket, Fill
+from paceline.ddp.buckets import Bucket, DenseBucket, Fill, LoneBucket
 from paceline.ddp.plan import limit_for
 from paceline.ddp.reducer import Managed
 from paceline.ddp.signals import Call, Signal
@@ -29,6 +32,9 @@ _ALIGNMENT = 64
 _SIGNALS = 0  # the bucket that carries no data: all have written their signal
 _SUM, _AVERAGE = 0, 1
 _TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
+_IN_PLACE_FROM_BYTES = 2 * 1024 * 1024
+_IN_PLACE_UP_TO_RANKS = 16  # beyond, a rank's part of what travels at once becomes short
+_RING_BYTES = 1024 * 1024  # of every rank; what travels at once stays in a second-level cache
 
 
 class SharedTransport(Transport):
@@ -40,10 +46,12 @@ class SharedTransport(Transport):
     def __init__(self, group: PacelineGroup, managed: Sequence[Managed]) -> None:
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
-        sizes = [one.parameter.numel() * max(one.parameter.element_size(), 4) for one in managed]
-        room = sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
+        copied = [one.parameter for one in managed if not self.sums_in_place(one.parameter)]
+        self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
+        sizes = [one.numel() * max(one.element_size(), 4) for one in copied]
+        room = _ALIGNMENT + self._ring_bytes + sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
         # Two plans: the first, and the one made from the order in which gradients arrive.
-        self._arena = BucketArena.open(group.engine.comm, bytes_per_rank=room, buckets=1 + 2 * len(sizes) + 2)
+        self._arena = BucketArena.open(group.engine.comm, bytes_per_rank=room, buckets=1 + 2 * len(managed) + 2)
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._defined = 1
@@ -55,6 +63,7 @@ class SharedTransport(Transport):
         self._own_row: list[float] = []
         self._note = self._last = 0
         self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
+        self._in_place: dict[int, int] = {}  # bucket of the arena that is summed in its own memory -> address
 
     @classmethod
     def serves(cls, group: dist.ProcessGroup, managed: Sequence[Managed]) -> bool:
@@ -66,7 +75,7 @@ class SharedTransport(Transport):
         )
 
     def forget(self) -> None:
-        self._next_byte = _ALIGNMENT
+        self._next_byte = _ALIGNMENT + self._ring_bytes
         self._numbers: dict[int, int] = {}  # bucket of the plan -> bucket of the arena
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
@@ -122,9 +131,15 @@ class SharedTransport(Transport):
             self._began = self._read(self._note)
         return self._began
 
+    def sums_in_place(self, parameter: torch.Tensor) -> bool:
+        return parameter.nbytes >= _IN_PLACE_FROM_BYTES and self.world <= _IN_PLACE_UP_TO_RANKS
+
     def launch(self, bucket: Bucket) -> None:
         number = self._number_of(bucket)
-        self._arena.ready(number)
+        if isinstance(bucket, LoneBucket):
+            self._in_place[number] = bucket.flat.data_ptr()
+        else:
+            self._arena.ready(number)
         self._in_flight.append((bucket.index, number))
 
     def _number_of(self, bucket: Bucket) -> int:
@@ -136,6 +151,10 @@ class SharedTransport(Transport):
         number = self._numbers[bucket.index] = self._defined
         self._defined += 1
         flat = bucket.wire()
+        if isinstance(bucket, LoneBucket):
+            arguments = (_ALIGNMENT, self._ring_bytes, flat.numel(), core_dtype(flat), _AVERAGE)
+            self._arena.define_own(number, *arguments)
+            return number
         offset = flat.data_ptr() - self._start
         self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
         return number
@@ -154,7 +173,10 @@ class SharedTransport(Transport):
         for index, number in in_flight:
             if index > 0:  # the wait began as the first bucket's
                 recorder.at_bucket(self.places[index], index)
-            self._arena.finish(number)
+            if number in self._in_place:
+                self._arena.reduce_own(number, self._in_place.pop(number))
+            else:
+                self._arena.finish(number)
             if recorder.trace is not None:
                 self.averaged_at[index] = time.monotonic_ns()
         return self.began() if self._last == self._note else self._read(self._last)

@@ -66,6 +66,11 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def finish(self) -> list[Signal]: ...
 
+    def sums_in_place(self, parameter: torch.Tensor) -> bool:
+        """Whether this parameter's gradient is better not copied into a bucket with others, see `LoneBucket`."""
+        del parameter
+        return False
+
     def filler(self) -> Fill | None:
         """How gradients are copied into memory of `allocate` quickest; None: torch does it."""
         return None

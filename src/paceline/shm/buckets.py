@@ -8,6 +8,11 @@
 
 Between `ready` and `finish` a rank leaves the bucket alone. After `finish` it holds the result, the same bits on every
 rank, and may be written again at once.
+
+A bucket that is too large to be worth copying stays in the ranks' own memory, and they wait for each other:
+
+    arena.define_own(1, offset=4096, room=65536, count=10**7, dtype=FLOAT32, op=SUM)    # room to carry it across
+    arena.reduce_own(1, address)                                      # the numbers there become the result
 """
 
 from __future__ import annotations
@@ -54,6 +59,7 @@ class BucketArena:
         self._own_note = (C.c_double * NOTE_NUMBERS)()
         self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
         self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
+        self._reduce_own = quick.plc_bucket_reduce_own
         self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
         self._number = C.c_uint32()
 
@@ -87,6 +93,22 @@ class BucketArena:
                 f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "
                 f"{self.nbytes} bytes, was used already, or its type cannot be reduced this way"
             )
+
+    def define_own(self, index: int, offset: int, room: int, count: int, dtype: int, op: int) -> None:
+        """Bucket `index` stays in the ranks' own memory; `room` bytes of the arena carry it across. See `define`."""
+        if native.library().plc_bucket_define_own(self._handle, index, offset, room, count, dtype, op) != Status.OK:
+            raise ConfigError(
+                f"bucket {index} of {self.buckets} cannot be carried across by {room} bytes at byte {offset} of an "
+                f"arena of {self.nbytes} bytes for {self._comm.size} ranks, was used already, or its type cannot be "
+                "reduced this way"
+            )
+
+    def reduce_own(self, index: int, address: int, timeout_ns: int = -1) -> None:
+        """Replace the numbers at `address` by the result over all ranks. Waits for them."""
+        self._comm.handle  # noqa: B018 - raises if the group is gone
+        status = self._reduce_own(self._handle, index, address, timeout_ns)
+        if status:
+            raise self._comm.error(status, Kind.ALLREDUCE)
 
     def ready(self, index: int) -> None:
         """This rank's share is in place. Never blocks."""

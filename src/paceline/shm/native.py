@@ -31,7 +31,7 @@ __all__ = [
     "quick_library",
 ]
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 ANY_SOURCE = -1
 MAX_RANKS = 1024
 _HERE = pathlib.Path(__file__).parent
@@ -207,6 +207,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_arena_close": (None, [_PTR]),
     "plc_arena_region": (_PTR, [_PTR, _U32]),
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
+    "plc_bucket_define_own": (_I32, [_PTR, _U32, _U64, _U64, _U64, _U32, _U32]),
+    "plc_bucket_reduce_own": (_I32, [_PTR, _U32, _PTR, _I64]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
     "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
