@@ -210,6 +210,13 @@ PLC_API int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t off
  * ranks. [lock] */
 PLC_API int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
 
+/* --- pieces: many arrays at their own addresses, in one call; no communicator needed ------------------------------ */
+PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
+/* Add to each array at `to` those of `others` owners, in their order and rounded once. `from` has `pieces` addresses for
+ * each owner, one owner after the other. PLC_INVALID, and nothing is written, if a type cannot be added. */
+PLC_API int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others, const uint64_t *from,
+                           const uint64_t *counts, const uint32_t *dtypes);
+
 /* --- flags: words in shared memory that one process raises and another waits for; no communicator needed ---------- */
 PLC_API uint64_t plc_flag_bytes(void); /* memory of a flag, aligned to as much, zero at first */
 PLC_API void plc_flag_raise(void *flag); /* adds one */

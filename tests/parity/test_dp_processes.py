@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 import torch._dynamo
+import torch.utils.checkpoint
 from torch import nn
 
 from paceline import DataParallel
 from paceline.dp import Whole
-from paceline.errors import ConfigError, MismatchError
+from paceline.errors import ConfigError, GroupError, MismatchError
 
 
 def mlp() -> nn.Module:
@@ -630,3 +631,111 @@ def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
         out.pow(2).sum().backward()
         expected.pow(2).sum().backward()
         gradients_agree(model.module, bare)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+def test_workers_started_under_other_modes_train_all_the_same(wrap, mode):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(6, 6, dtype=torch.float64)
+    with mode():
+        model(x)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    gradients_agree(model.module, bare)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.second, self.reentrant = nn.Linear(6, 6), nn.Linear(6, 3), reentrant
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return torch.utils.checkpoint.checkpoint(self.second, hidden, use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpoints(wrap, reentrant):
+    torch.manual_seed(3)
+    bare = Checkpointed(reentrant).double()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(6, 6, dtype=torch.float64)
+    for _ in range(2):
+        for m in (model, bare):
+            m(x).pow(2).sum().backward()  # the second time into gradients that exist
+        gradients_agree(model.module, bare)
+
+
+class Views(nn.Module):
+    """Gradients that are views: of one tensor, of one that a hook keeps, of a single number."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(3))
+        self.kept = []
+
+    def forward(self, x):
+        both = torch.cat([self.a, self.b])
+        middle = self.c.t() * 1.0
+        if middle.requires_grad:
+            middle.register_hook(self.kept.append)
+        return (x @ both) @ middle + self.c.sum() + (self.a + self.b.t()).sum()
+
+
+def test_sums_are_not_written_into_views_that_others_have(wrap):
+    torch.manual_seed(4)
+    bare = Views()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(6, 8, dtype=torch.float64)
+    for m in (model, bare):
+        m(x).sum().backward()
+    gradients_agree(model.module, bare)
+    half = Views()
+    half.load_state_dict(bare.state_dict())
+    half(x[:3]).sum().backward()
+    close(model.module.kept[0], half.kept[0])
+
+
+def test_gradients_with_a_pending_sign(wrap):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(3, dtype=torch.float64))
+
+        def forward(self, x):
+            return torch.complex(x, self.weight.expand_as(x)).conj().imag
+
+    bare = Net()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    for m in (model, bare):
+        m(x).pow(3).sum().backward()
+    gradients_agree(model.module, bare)
+
+
+def test_a_backward_past_the_outputs_is_refused(wrap):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.aside = nn.Linear(2, 2), None
+
+        def forward(self, x):
+            self.aside = self.linear(x).sum()
+            return self.linear(x)
+
+    model = wrap(Net())
+    model(torch.randn(4, 2))
+    with pytest.raises(GroupError, match="none of its outputs"):
+        model.module.aside.backward()
+    model(torch.randn(4, 2)).sum().backward()
+    assert model.module.linear.bias.grad.tolist() == [4.0, 4.0]
+
+
+def test_inputs_that_are_no_plain_memory(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(6, 6, dtype=torch.float64)
+    model(x)
+    for other in (x.t(), torch.complex(x, x).conj().imag, x[:, :1].expand(6, 6)):
+        close(model(other), bare(other))

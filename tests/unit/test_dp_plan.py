@@ -131,3 +131,29 @@ def test_what_forward_does_is_no_change_but_for_numbers():
     module.seen, module.count = torch.ones(1), 1
     watch.absorb()
     assert watch.updates() == [(0, "count", 1)]
+
+
+def test_a_forward_that_changes_the_module_late_is_looked_at_from_then_on():
+    module = nn.Linear(2, 2)
+    module.seen = None
+    watch = ModuleWatch(module)
+    for _ in range(20):
+        watch.absorb()
+    assert watch.updates() == []
+    module.seen = torch.ones(1)
+    watch.absorb()
+    assert watch.updates() is None  # it may have been the user
+    assert watch.is_restless
+    again = ModuleWatch(module, watch.is_restless)
+    for _ in range(20):
+        module.seen = torch.ones(1)
+        again.absorb()
+        assert again.updates() == []
+
+
+def test_hooks_that_only_saving_runs_need_no_new_workers():
+    module = nn.Linear(2, 2)
+    watch = ModuleWatch(module)
+    module.register_state_dict_pre_hook(lambda *_: None)
+    module.register_load_state_dict_post_hook(lambda *_: None)
+    assert watch.updates() == []

@@ -52,13 +52,22 @@ class Worker:
         self.outbox = Outbox(link.to_worker)
         self.inbox = Inbox(pid, link.to_main)
         self.busy = False
+        self._raised = 0
         self._link = link
         self._timeout_s = timeout_s
+
+    def seed(self, seed: int) -> None:
+        """Let it seed its generators, for the message that follows. It does not answer."""
+        assert not self.busy
+        self._raised = (self._raised + 1) & 0xFFFFFFFF
+        self.outbox.write_seed(self._raised, seed)
+        self._link.go.raise_()
 
     def start(self) -> None:
         """Let it look at the message in its box."""
         assert not self.busy
         self.busy = True
+        self._raised = (self._raised + 1) & 0xFFFFFFFF
         self._link.go.raise_()
 
     def has_answered(self) -> bool:

@@ -6,22 +6,36 @@
 
 Backward goes from right to left: `Join` hands each replica its part of the gradient and lets the others start, autograd
 runs share 0, `Parameters` and `Share` then add what the others found. Hooks, accumulation, `inputs=`, `autograd.grad`,
-`retain_graph` and optimizers see an ordinary graph.
+`retain_graph` and optimizers see an ordinary graph. `Parameters` is one node for all forwards: what it gives out lasts.
+
+In a worker there are no parameters to go on to: gradients end in `Caught`, all in one place.
 """
 
 from __future__ import annotations
 
 import functools
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch.autograd.function import FunctionCtx
 
-__all__ = ["Gradients", "Join", "Parameters", "RemoteCall", "Share", "refuse_create_graph"]
+__all__ = [
+    "Caught",
+    "Gradients",
+    "Join",
+    "Parameters",
+    "RemoteCall",
+    "Share",
+    "Summing",
+    "not_shared",
+    "refuse_create_graph",
+]
 
 Gradients = Sequence[torch.Tensor | None]
+_uses: Callable[[torch.Tensor], int] = operator.methodcaller("_use_count")  # of the tensor, outside of Python
 
 
 class RemoteCall(Protocol):
@@ -39,32 +53,48 @@ class RemoteCall(Protocol):
     def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Let the other replicas start; the gradients of share 0."""
 
-    def parameter_gradients(self, own: Gradients, needed: Sequence[bool], mine: set[int]) -> Gradients:
-        """The sums over all replicas. `mine`: which of our own nobody else refers to."""
-
-    def large_parameters(self) -> Sequence[int]:
-        """Which of them are worth a thought about where the sum is written."""
-
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the whole input leaf `index`."""
 
 
+class Summing(Protocol):
+    """Who adds up the gradients of parameters."""
+
+    def sums(self, own: Gradients) -> Gradients:
+        """The sums over all replicas of what the calls of this backward found."""
+
+
 class Parameters(torch.autograd.Function):
-    """Parameters on their way into share 0. The last output is an anchor: it ties `Join` to this node."""
+    """Parameters on their way into share 0. The last output is an anchor: it ties a `Join` to this node."""
 
     @staticmethod
-    def forward(ctx: Any, call: RemoteCall, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.call = call
+    def forward(ctx: Any, summing: Summing, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.summing = summing
         ctx.set_materialize_grads(False)
-        if call.large_parameters():
-            _references_of_a_backward()
+        _references_of_a_backward(), _references_of_a_base()
         return (*(parameter.detach() for parameter in parameters), torch.empty(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
-        mine = _nobody_elses(gradients, ctx.call.large_parameters())
-        return (None, *ctx.call.parameter_gradients(gradients[:-1], ctx.needs_input_grad[1:], mine))
+        return (None, *ctx.summing.sums(gradients[:-1]))
+
+
+class Caught(torch.autograd.Function):
+    """Parameters of a worker: `found` is given the gradients of each backward that comes here."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, found: list[Gradients], parameters: Sequence[torch.Tensor], root: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.found = found
+        ctx.set_materialize_grads(False)
+        return tuple(parameter.detach() for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.found.append(gradients)
+        return None, None, None
 
 
 class Share(torch.autograd.Function):
@@ -98,34 +128,47 @@ class Join(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
-        return (None, torch.zeros(0), *ctx.call.start_backward(gradients))  # type: ignore[attr-defined]  # set in forward
+        return (None, None, *ctx.call.start_backward(gradients))  # type: ignore[attr-defined]  # set in forward
 
 
-def _nobody_elses(gradients: Gradients, candidates: Sequence[int]) -> set[int]:
-    """Which of the candidates only the backward that was called with them refers to: they may be added to in place.
+def not_shared(gradients: Gradients) -> list[bool]:
+    """Which of them only the backward that was called with them refers to: they may be added to in place.
 
-    Another node's input, a hook that kept it, a view of it would each be one reference more.
+    Another node's input, a hook that kept it, a view of it would each be one reference more. To be called with the
+    tuple that `Parameters.backward` got, without its last.
     """
-    if not candidates:
-        return set()
-    references, limit = _references(gradients), _references_of_a_backward()
-    return {
-        index
-        for index in candidates
-        if references[index] <= limit and (gradient := gradients[index]) is not None and _has_storage_alone(gradient)
-    }
+    limit, base_limit = _references_of_a_backward(), _references_of_a_base()
+    uses_of_storage = torch._C._storage_Use_Count
+    found = []
+    for references, gradient in zip(_references(gradients), gradients, strict=True):
+        if references > limit or gradient is None or gradient.is_sparse:
+            found.append(False)
+            continue
+        base = gradient._base  # the gradient of a Linear's weight is a transposed view of a tensor nobody else has
+        # The tensor's reference, its base's, and that of the storage made for this question.
+        holders = 2 if base is None else 3
+        found.append(
+            uses_of_storage(gradient.untyped_storage()._cdata) <= holders
+            and (base is None or sys.getrefcount(base) + _uses(base) <= base_limit)
+        )
+    return found
 
 
-def _has_storage_alone(gradient: torch.Tensor) -> bool:
-    # Two: the tensor's reference, and that of the storage made for this question.
-    return not gradient.is_sparse and torch._C._storage_Use_Count(gradient.untyped_storage()._cdata) <= 2
+@functools.cache
+def _references_of_a_base() -> int:
+    """How many references the base of a view has that only the view refers to, as `not_shared` counts."""
+    with torch.no_grad():
+        view = torch.zeros(2, 2).t()
+    base = view._base
+    assert base is not None
+    return sys.getrefcount(base) + _uses(base)
 
 
 @functools.cache
 def _references_of_a_backward() -> int:
     """How many references a gradient has that nobody keeps, as `_references` counts: depends on torch's version."""
     with torch.enable_grad():
-        _Probe.apply(torch.zeros(1, requires_grad=True)).sum().mul(2).backward()  # type: ignore[no-untyped-call]  # torch's
+        _Probe.apply(torch.zeros(1, requires_grad=True))[0].sum().mul(2).backward()  # type: ignore[no-untyped-call]  # torch's
     return _Probe.found
 
 
@@ -135,12 +178,12 @@ class _Probe(torch.autograd.Function):
     found = 0
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone()
+    def forward(ctx: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return tensor.clone(), torch.empty(0)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _Probe.found = min(_references(gradients))
+        _Probe.found = min(_references(gradients[:-1]))
         return gradients[0]
 
 

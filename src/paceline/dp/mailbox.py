@@ -8,12 +8,13 @@ Steps of training repeat: what messages have in common is a `Form`, worked out o
 
 from __future__ import annotations
 
+import ctypes
 import marshal
 import mmap
 import os
 import struct
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -22,10 +23,12 @@ from paceline.dp.combine import TensorMeta
 from paceline.errors import NativeError
 from paceline.shm.rendezvous import open_peer_descriptor
 
-__all__ = ["NOTICE_BYTES", "Form", "Inbox", "Message", "Outbox", "meta_of"]
+__all__ = ["NOTICE_BYTES", "Form", "Inbox", "Message", "Outbox", "Source", "is_plain", "meta_of", "source_of"]
 
 NOTICE_BYTES = 64
 _NOTICE = struct.Struct("<QQQQQ")  # descriptor, capacity, bytes of fixed part, of spec, of objects
+_SEED = struct.Struct("<QQ")  # which raise of the flag it came with, seed
+Source = int | torch.Tensor  # the address of a plain tensor, or one that is not plain
 _ALIGN = 64
 _HEADER_STEP = 4096
 _FIRST_CAPACITY = 1 << 16
@@ -46,6 +49,22 @@ def meta_of(tensor: torch.Tensor) -> TensorMeta:
     return TensorMeta(tensor.dtype, tuple(tensor.shape), tensor.requires_grad, last)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its values are what lies at its address, one after the other."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
+def source_of(tensor: torch.Tensor) -> Source:
+    """Where its values are to be read. The tensor must live until they were."""
+    return tensor.data_ptr() if type(tensor) is torch.Tensor and is_plain(tensor) else tensor
+
+
 def _nbytes(meta: TensorMeta) -> int:
     count = 1
     for size in meta.shape:
@@ -60,22 +79,36 @@ class Form:
         self.spec = spec
         self.metas = metas
         self.data = data
+        self.is_flat: bool | None = None  # whether the reader calls its module with just the tensors, once it knows
         self._offsets: list[int] = []
+        self._sizes = [*map(_nbytes, metas)]
         self.nbytes = 0
-        for meta in metas:
+        for size in self._sizes:
             self._offsets.append(self.nbytes)
-            self.nbytes += -(-_nbytes(meta) // _ALIGN) * _ALIGN
+            self.nbytes += -(-size // _ALIGN) * _ALIGN
         self._where: tuple[mmap.mmap | None, int] = (None, 0)
         self._tensors: list[torch.Tensor] = []
+        self._addresses: list[int] = []
 
     def tensors(self, memory: mmap.mmap, start: int) -> list[torch.Tensor]:
         """Views of the memory from `start` on; made again only if that is another place than last time."""
         if self._where[0] is not memory or self._where[1] != start:
-            self._tensors = [
-                _view(memory, start + offset, meta) for offset, meta in zip(self._offsets, self.metas, strict=True)
-            ]
+            places = zip(self._offsets, self.metas, strict=True)
+            with torch.inference_mode(False):  # they outlast the call
+                self._tensors = [_view(memory, start + offset, meta) for offset, meta in places]
+            self._addresses = [tensor.data_ptr() for tensor in self._tensors]
             self._where = (memory, start)
         return self._tensors
+
+    def fill(self, memory: mmap.mmap, start: int, sources: Sequence[Source]) -> None:
+        """Copy tensors to their places in the memory."""
+        for index, place in enumerate(self.tensors(memory, start)):
+            source = sources[index]
+            if type(source) is int:
+                ctypes.memmove(self._addresses[index], source, self._sizes[index])
+            else:
+                with torch.no_grad():
+                    place.copy_(cast("torch.Tensor", source))
 
     def forget_place(self) -> None:
         """Let go of memory that is not used any more."""
@@ -118,7 +151,7 @@ class Outbox:
         return form
 
     def write(
-        self, fixed: tuple[Any, ...], form: Form, tensors: Sequence[torch.Tensor] = (), objects: Sequence[Any] = ()
+        self, fixed: tuple[Any, ...], form: Form, sources: Sequence[Source] = (), objects: Sequence[Any] = ()
     ) -> None:
         """Put a message in place."""
         plain = marshal.dumps(fixed)  # plain values, both sides one interpreter: the fastest way
@@ -127,10 +160,13 @@ class Outbox:
         start = _start_of_tensors(len(data))
         memory = self._room(start + form.nbytes)
         memory[: len(data)] = data
-        if tensors:
-            with torch.no_grad():
-                torch._foreach_copy_(form.tensors(memory, start), list(tensors))
+        if sources:
+            form.fill(memory, start, sources)
         _NOTICE.pack_into(self._notice, 0, self._descriptor, self._capacity, len(plain), len(form.data), len(data))
+
+    def write_seed(self, number: int, seed: int) -> None:
+        """Put a seed in place, apart from messages: it can be there ahead of one."""
+        _SEED.pack_into(self._notice, _NOTICE.size, number, seed)
 
     def close(self) -> None:
         """Give the memory up; a mapping lives on while tensors use it."""
@@ -184,6 +220,11 @@ class Inbox:
         end = plain + spec
         form = self._form(data[plain:end])
         return Message(marshal.loads(data[:plain]), form, wire.loads(data[end:]) if end < header else [])
+
+    def seed(self, number: int) -> int | None:
+        """The seed, if it is what the flag was raised for this time."""
+        came_with, seed = _SEED.unpack_from(self._notice, _NOTICE.size)
+        return seed if came_with == number else None
 
     def tensors(self, form: Form) -> list[torch.Tensor]:
         """The tensors of the message that was read, where they lie: gone with the next message."""

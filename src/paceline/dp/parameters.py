@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import mmap
+import operator
+from array import array
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from paceline.errors import ConfigError
+from paceline.groups.engine import DTYPE_CODES
+from paceline.shm.pieces import copy_pieces
 
-__all__ = ["GradientRoom", "SharedParameters", "substituted"]
+__all__ = ["GradientPlaces", "GradientRoom", "SharedParameters", "Slot", "substituted"]
 
 _ALIGN = 64
-_LARGE_BYTES = 1 << 18  # memory of this size costs more to get than to fill
 _Place = tuple[dict[str, Any], str]  # a module's `_parameters` and the name in it
+_address = torch.Tensor.data_ptr
+_shape = operator.attrgetter("shape")
 
 
 @dataclasses.dataclass
-class _Slot:
+class Slot:
+    """One parameter, where the module has it, and what is known of it."""
+
     parameter: nn.Parameter
     places: list[_Place]
     name: str
@@ -35,29 +43,33 @@ class SharedParameters:
 
     def __init__(self, module: nn.Module) -> None:
         found = _places(module)
-        holders = {id(holder): holder for _, _, places in found for holder, _ in places}
-        self._dicts = [(holder, tuple(holder)) for holder in holders.values()]
+        self._holders = [*{id(holder): holder for _, _, places in found for holder, _ in places}.values()]
         total = sum(_room(parameter) for _, parameter, _ in found)
         memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))  # anonymous and shared: forked processes map it too
-        self.slots: list[_Slot] = []
-        self.trainable: list[_Slot] = []
+        self.slots: list[Slot] = []
+        self.trainable: list[Slot] = []
         self.places: list[int] = []  # of the trainable ones among all
-        self.large: list[int] = []  # among the trainable ones
         at = 0
         with torch.no_grad():
             for name, parameter, places in found:
                 view = _move(name, parameter, memory, at)
                 self.slots.append(
-                    _Slot(parameter, places, name, view, parameter.data_ptr(), parameter.shape, parameter.requires_grad)
+                    Slot(parameter, places, name, view, parameter.data_ptr(), parameter.shape, parameter.requires_grad)
                 )
                 at += _room(parameter)
+        self._lengths = [*map(len, self._holders)]
+        self._names = [*itertools.chain.from_iterable(self._holders)]
+        self._addresses = [slot.address for slot in self.slots]
+        self._shapes = [slot.shape for slot in self.slots]
         self._choose_trainable()
 
     def _choose_trainable(self) -> None:
         """New lists: calls keep those of their forward."""
         self.places = [index for index, slot in enumerate(self.slots) if slot.requires_grad]
         self.trainable = [self.slots[index] for index in self.places]
-        self.large = [i for i, slot in enumerate(self.trainable) if slot.parameter.nbytes >= _LARGE_BYTES]
+        self._parameters = [slot.parameter for slot in self.slots]
+        self._requires_grad = [slot.requires_grad for slot in self.slots]
+        self._held = [*itertools.chain.from_iterable(map(dict.values, self._holders))]
 
     @property
     def tensors(self) -> list[nn.Parameter]:
@@ -78,12 +90,21 @@ class SharedParameters:
 
     def follow(self) -> bool:
         """Take over what the user did to the parameters; False if workers must be started anew for it."""
-        for holder, names in self._dicts:
-            if tuple(holder) != names:
-                return False
-        return all(map(self._follow_one, self.slots))
+        holders = self._holders
+        if [*map(len, holders)] != self._lengths or [*itertools.chain.from_iterable(holders)] != self._names:
+            return False
+        if (
+            all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, holders)), self._held))
+            and [*map(_address, self._parameters)] == self._addresses
+            and [*map(_shape, self._parameters)] == self._shapes
+        ):
+            return True
+        if not all(map(self._follow_one, self.slots)):
+            return False
+        self._choose_trainable()
+        return True
 
-    def _follow_one(self, slot: _Slot) -> bool:
+    def _follow_one(self, slot: Slot) -> bool:
         first, name = slot.places[0]
         now = first[name]
         if now is slot.parameter and now.data_ptr() == slot.address and now.shape == slot.shape:
@@ -107,13 +128,14 @@ class SharedParameters:
 
     def newly_frozen_or_thawed(self) -> tuple[tuple[int, bool], ...]:
         """Parameters whose requires_grad was changed since the last call."""
+        if [parameter.requires_grad for parameter in self._parameters] == self._requires_grad:
+            return ()
         changed = []
         for index, slot in enumerate(self.slots):
             if slot.parameter.requires_grad != slot.requires_grad:
                 slot.requires_grad = not slot.requires_grad
                 changed.append((index, slot.requires_grad))
-        if changed:
-            self._choose_trainable()
+        self._choose_trainable()
         return tuple(changed)
 
 
@@ -133,10 +155,42 @@ class GradientRoom:
             at += _room(parameter)
 
 
+class GradientPlaces:
+    """The places of some parameters in a room, for copying to and adding from all of them in one call."""
+
+    def __init__(self, room: GradientRoom, indices: Sequence[int]) -> None:
+        self.tensors = [room.places[index] for index in indices]
+        self.addresses = array("Q", [place.data_ptr() for place in self.tensors])
+        self.counts = array("Q", [place.numel() for place in self.tensors])
+        self.dtypes = array("I", [DTYPE_CODES.get(place.dtype, 0) for place in self.tensors])
+        self._nbytes = array("Q", [place.nbytes for place in self.tensors])
+        self._is_plain = all(
+            place.is_contiguous() and place.is_floating_point() and place.dtype in DTYPE_CODES for place in self.tensors
+        )
+
+    def like_these(self, gradients: Sequence[torch.Tensor | None]) -> array[int] | None:
+        """The addresses of gradients that lie in memory as the places do; None if some do not, or are missing."""
+        if not self._is_plain:
+            return None
+        for gradient in gradients:
+            if (
+                gradient is None
+                or gradient.layout is not torch.strided
+                or not gradient.is_contiguous()
+                or gradient.is_neg()  # negated when read
+            ):
+                return None
+        return array("Q", map(_address, cast("Sequence[torch.Tensor]", gradients)))
+
+    def fill(self, addresses: array[int]) -> None:
+        """Copy from there."""
+        copy_pieces(self.addresses, addresses, self._nbytes)
+
+
 class substituted:  # noqa: N801 - used like a function, in `with`; a generator costs more
     """While this lasts, the module computes with `tensors` in place of its parameters."""
 
-    def __init__(self, slots: Sequence[_Slot], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, slots: Sequence[Slot], tensors: Sequence[torch.Tensor]) -> None:
         self._pairs = list(zip(slots, tensors, strict=True))
 
     def __enter__(self) -> None:

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
+import operator
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,22 +28,23 @@ from torch.nn.parameter import is_lazy
 from paceline.dp import wire
 from paceline.dp.combine import Joint, TensorMeta, join_leaf, same_structure
 from paceline.dp.crew import Crew, Worker
-from paceline.dp.joints import Gradients, Join, Parameters, Share
-from paceline.dp.mailbox import Message, meta_of
-from paceline.dp.parameters import GradientRoom, SharedParameters, substituted
+from paceline.dp.joints import Gradients, Join, Parameters, Share, not_shared
+from paceline.dp.mailbox import Form, Message, Source, is_plain, meta_of, source_of
+from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, substituted
 from paceline.dp.split import SplitInputs, Splitter, split_inputs
-from paceline.dp.structure import Whole, flatten, unflatten
+from paceline.dp.structure import Whole, flatten, is_flat_call, unflatten
 from paceline.dp.sums import sum_gradients
 from paceline.dp.thread_limit import QuietCores, ThreadLimit
 from paceline.dp.watch import ModuleWatch
 from paceline.dp.whole_batch import MeetingPoint, PeerFailed, WholeBatch
 from paceline.dp.worker import ALL_DENSE, BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
 from paceline.errors import ConfigError, GroupError
+from paceline.shm.pieces import add_pieces
 
 __all__ = ["ProcessExecutor"]
 
 _tokens = itertools.count(1)
-_JOINTS_KEPT = 256
+_KEPT = 256  # of what is remembered about calls: inputs that change all the time do not fill the memory
 _SMALL_BUFFER = 4096  # elements; cheaper sent than thought about
 
 
@@ -67,19 +71,29 @@ class ProcessExecutor:
         self._leaf_types = (Whole, *splitters)
         self._timeout_s = timeout_s
         self._is_batch_whole = is_batch_whole  # for batch normalisation
+        self._splits_tensors_itself = not any(issubclass(torch.Tensor, kind) for kind in splitters)
         self._team: _Team | None = None
         self._quiet = QuietCores(threads)
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
-        split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
+        key = _key_of(args, kwargs) if self._splits_tensors_itself else None
+        team = self._team if self._team is not None and self._team.crew.is_alive else None
+        route = team.routes.get(key) if team is not None and key is not None else None
+        if team is not None and route is not None:
+            split = route.split.again([*args])
+            team.seed(len(split.ranges) - 1)  # ahead of everything else: workers see to it meanwhile
+        else:
+            split = split_inputs((args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types)
         if len(split.ranges) == 1 or self._is_unfinished():
             args, kwargs = unflatten(split.spec, split.leaves)
             return self._module(*args, **kwargs)
         for _ in range(2):
-            team = self._ready_team()
+            ready = self._ready_team()
+            if ready is not team or route is None:
+                ready.seed(len(split.ranges) - 1)
             try:
-                return _Call(team, split, self._scalars).forward()
+                return _Call(ready, ready.route(key, split), split, self._scalars).forward()
             except wire.Unknown:
                 self.refresh()  # inputs of a class that is younger than the workers
         raise ConfigError("an input refers to a class or function that workers cannot find even when started anew")
@@ -112,10 +126,14 @@ class ProcessExecutor:
         parameters = None
         if team is not None and team.parameters.follow() and team.parameters.cover(self._module):
             parameters = team.parameters
+        is_restless = team is not None and team.watch.is_restless
         self._team = team = None  # ends the old workers, unless graphs need them
         self._quiet.begin()
         meeting = MeetingPoint(self.workers - 1, self._timeout_s) if self._is_batch_whole else None
-        self._team = _Team(self._module, parameters, self.workers, self.threads, self._timeout_s, meeting)
+        with torch.inference_mode(False):  # the parameters' new memory is for training, too
+            self._team = _Team(
+                self._module, parameters, self.workers, self.threads, self._timeout_s, meeting, is_restless
+            )
         return self._team
 
 
@@ -128,9 +146,13 @@ class _Backlog:
     buffers: set[int] = dataclasses.field(default_factory=set)
     releases: list[int] = dataclasses.field(default_factory=list)
 
+    @property
+    def has_news(self) -> bool:
+        return bool(self.updates or self.thawed or self.buffers)
+
     def clear(self, releases: int) -> None:
         """It was told, `releases` of those too: the garbage collector may have added some meanwhile."""
-        if self.updates or self.thawed or self.buffers:
+        if self.has_news:
             self.updates, self.thawed, self.buffers = {}, {}, set()
         del self.releases[:releases]
 
@@ -146,6 +168,7 @@ class _Team:
         threads: int,
         timeout_s: float,
         meeting: MeetingPoint | None,
+        is_restless: bool,
     ) -> None:
         self.module = module
         self.meeting = meeting
@@ -155,10 +178,14 @@ class _Team:
         self.limit = ThreadLimit(threads)
         self.backlogs = [_Backlog() for _ in range(replicas)]
         self.current: _Call | None = None  # whose answers lie in the boxes
-        self.watch = ModuleWatch(module)
+        self.watch = ModuleWatch(module, is_restless)
         self.joints: dict[Any, list[Joint]] = {}  # how outputs that were seen before are joined
         shared, places = self.parameters, self.buffers.places
-        self.rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
+        self._rooms = rooms = [GradientRoom(shared) for _ in range(replicas - 1)]
+        self._stand_ins: _StandIns | None = None
+        self.routes: dict[Any, _Route] = {}
+        with torch.inference_mode(False):
+            self._drawn = torch.zeros((), dtype=torch.int64)
         self.crew = Crew(
             replicas - 1,
             lambda replica, link, pid, pidfd: serve(
@@ -183,6 +210,31 @@ class _Team:
                 backlog.buffers.update(buffers)
         return True
 
+    def route(self, key: Any, split: SplitInputs) -> _Route:
+        """What is known of calls with inputs like these; remembered if there is a key."""
+        route = self.routes.get(key) if key is not None else None
+        if route is None:
+            route = _Route.of(split, is_plain=key is not None)
+            if key is not None:
+                if len(self.routes) >= _KEPT:
+                    self.routes.clear()
+                self.routes[key] = route
+        return route
+
+    def seed(self, workers: int) -> None:
+        """Take one number from the user's generator, and let workers seed theirs."""
+        self.settle()
+        seed = int(self._drawn.random_())
+        for worker in self.crew.workers[:workers]:
+            worker.seed(seed)
+
+    def stand_ins(self) -> _StandIns:
+        """What share 0 computes with; made again when other parameters require gradients, or others are there."""
+        known = self._stand_ins
+        if known is None or known.slots is not self.parameters.trainable:
+            known = self._stand_ins = _StandIns(self.parameters, self._rooms)
+        return known
+
     def settle(self) -> None:
         """Make the boxes free for the next message."""
         current, self.current = self.current, None
@@ -196,6 +248,67 @@ class _Team:
         except (GroupError, KeyboardInterrupt, SystemExit):
             self.crew.end()
             raise
+
+
+class _StandIns:
+    """Tensors that share 0 computes with in place of the parameters that require gradients.
+
+    Autograd takes their gradients to `Parameters`, and from there, as sums over replicas, to the parameters.
+    """
+
+    def __init__(self, parameters: SharedParameters, rooms: Sequence[GradientRoom]) -> None:
+        self.slots = parameters.trainable
+        self.places = [GradientPlaces(room, parameters.places) for room in rooms]  # of each worker
+        self.sums = _Sums(self.places)
+        with torch.inference_mode(False), torch.enable_grad():
+            given = [slot.parameter for slot in self.slots]
+            *tensors, self.anchor = Parameters.apply(self.sums, *given)  # type: ignore[no-untyped-call]  # torch's
+        self.in_place = substituted(self.slots, tensors)
+
+
+class _Sums:
+    """Adds what workers found to our own gradients, for all calls that one backward goes through.
+
+    Autograd's node refers to this and must not lead back to itself: calls are referred to weakly.
+    """
+
+    def __init__(self, places: Sequence[GradientPlaces]) -> None:
+        self._places = places
+        self._others = [  # addresses, for one worker, for two, ...
+            functools.reduce(operator.add, [each.addresses for each in places[:count]])
+            for count in range(1, len(places) + 1)
+        ]
+        self._calls: dict[int, list[weakref.ref[_Call]]] = {}
+
+    def expect(self, call: _Call) -> None:
+        """The backward that runs now goes through this call."""
+        task = torch._C._current_graph_task_id()
+        if task not in self._calls:
+            # A backward that failed did not take its calls; one that this one is nested in will.
+            self._calls = {other: refs for other, refs in self._calls.items() if any(ref() for ref in refs)}
+            self._calls[task] = []
+        self._calls[task].append(weakref.ref(call))
+
+    def sums(self, own: Gradients) -> Gradients:
+        refs = self._calls.pop(torch._C._current_graph_task_id(), ())
+        calls = [call for ref in refs if (call := ref()) is not None]
+        if not calls:
+            raise GroupError(
+                "a backward reached parameters of DataParallel, but none of its outputs: what other replicas found is "
+                "missing. Return from forward what you want to differentiate"
+            )
+        is_mine = not_shared(own)  # workers are still at it: time to look closely
+        ours = self._places[0].like_these(own) if all(is_mine) else None
+        found = [each for call in calls for each in call.gradients()]
+        results = own
+        if ours is not None and len(calls) == 1 and all(each.is_in_place for each in found):
+            others = self._others[len(found) - 1]
+            add_pieces(ours, len(found), others, self._places[0].counts, self._places[0].dtypes)
+        else:
+            results = sum_gradients(own, [each.parameters for each in found], is_mine)
+        for call in calls:
+            call.finish_unless_inputs_wait()
+        return results
 
 
 class _Buffers:
@@ -253,11 +366,45 @@ def _version(tensor: torch.Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+@dataclasses.dataclass
+class _Route:
+    """What calls with inputs alike have in common."""
+
+    split: SplitInputs
+    kinds: tuple[bool, ...]  # which leaves are tensors
+    tensors: list[int]
+    others: list[int]
+    is_flat: bool
+    offsets: dict[int, list[int]]  # by replica: in bytes, of its share of each leaf; if all leaves are plain
+    forms: dict[tuple[int, bool], Form]  # by replica, and whether gradients are computed
+
+    @classmethod
+    def of(cls, split: SplitInputs, is_plain: bool) -> _Route:
+        kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
+        tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
+        others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
+        offsets = {}
+        if is_plain and split.dim == 0:
+            for replica, (start, _) in enumerate(split.ranges):
+                rows = [start * (factor or 0) for factor in split.factors]
+                leaves = zip(rows, split.leaves, strict=True)
+                offsets[replica] = [row * leaf[:1].nbytes for row, leaf in leaves]
+        return cls(split.again([]), kinds, tensors, others, is_flat_call(split.spec), offsets, {})
+
+
+def _key_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What decides how inputs are split and sent, for plain tensors; None for all others."""
+    if kwargs or not all(type(arg) is torch.Tensor and is_plain(arg) for arg in args):
+        return None
+    return tuple((arg.shape, arg.dtype, arg.requires_grad) for arg in args)
+
+
 class _Call:
     """One forward on several replicas, and its backward."""
 
-    def __init__(self, team: _Team, split: SplitInputs, scalars: str) -> None:
+    def __init__(self, team: _Team, route: _Route, split: SplitInputs, scalars: str) -> None:
         self._team = team
+        self._route = route
         self._split = split
         self._scalars = scalars
         self._token = next(_tokens)
@@ -265,8 +412,7 @@ class _Call:
         self._joints: list[Joint] = []
         self._outputs: list[list[torch.Tensor]] = []  # of the workers, in their boxes, until joined
         self._wanted: list[int] = []  # input leaves whose gradient workers compute
-        self._places: list[int] = []  # of the parameters' gradients
-        self._large: list[int] = []
+        self._stand_ins: _StandIns | None = None
         self._released = True
         self._pending = False  # workers compute gradients
         self._found: list[_Found] | None = None
@@ -277,8 +423,8 @@ class _Call:
         team.limit.reset()
         grad = torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
         if grad:
-            leaves = enumerate(self._split.leaves)
-            self._wanted = [i for i, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+            leaves = self._split.leaves
+            self._wanted = [index for index in self._route.tensors if leaves[index].requires_grad]
         self._send_shares()
         self._released = not grad  # workers keep their graphs until this call, and with it the user's graph, is gone
         anchor, outputs = self._run_own_share(grad)
@@ -299,35 +445,44 @@ class _Call:
         return unflatten(spec, [next(found) if isinstance(leaf, torch.Tensor) else leaf for leaf in own])
 
     def _send_shares(self) -> None:
-        split, team = self._split, self._team
+        split, team, route = self._split, self._team, self._route
         team.settle()
         team.buffers.expect_training()
-        kinds = tuple(isinstance(leaf, torch.Tensor) for leaf in split.leaves)
-        tensors = [index for index, is_tensor in enumerate(kinds) if is_tensor]
-        others = [index for index, is_tensor in enumerate(kinds) if not is_tensor]
-        seed = int(torch.randint(2**62, (), dtype=torch.int64))
         modes = Modes.here()
         for worker in self._workers:
             replica = worker.replica
-            shares = [split.share(index, replica) for index in tensors]
-            metas = tuple(map(meta_of, shares))
-            if not modes[0]:
-                metas = tuple(meta._replace(requires_grad=False) for meta in metas)
             backlog = team.backlogs[replica]
+            form = route.forms.get((replica, modes[0]))
+            offsets = route.offsets.get(replica)
             news: tuple[Any, ...] = ((), (), ())
-            if backlog.updates or backlog.thawed or backlog.buffers:
-                indices = tuple(sorted(backlog.buffers))
-                buffers = team.buffers.values(indices)
-                shares += buffers
-                metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
-                updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
-                news = (updates, tuple(backlog.thawed.items()), indices)
+            sources: list[Source]
+            if form is not None and offsets is not None and not backlog.has_news:
+                sources = [leaf.data_ptr() + offset for leaf, offset in zip(split.leaves, offsets, strict=True)]
+            else:
+                shares = [split.share(index, replica) for index in route.tensors]
+                form = route.forms[replica, modes[0]] = self._form(worker, shares, modes[0])
+                if backlog.has_news:
+                    indices = tuple(sorted(backlog.buffers))
+                    buffers = team.buffers.values(indices)
+                    form = self._form(worker, shares, modes[0], buffers)
+                    shares += buffers
+                    updates = tuple((index, name, value) for (index, name), value in backlog.updates.items())
+                    news = (updates, tuple(backlog.thawed.items()), indices)
+                sources = [*map(source_of, shares)]
             releases = tuple(backlog.releases)
-            form = worker.outbox.form((split.spec, kinds), metas)
-            objects = [split.share(index, replica) for index in others] if others else ()
-            worker.outbox.write((FORWARD, releases, self._token, seed, modes, *news), form, shares, objects)
+            objects = [split.share(index, replica) for index in route.others] if route.others else ()
+            worker.outbox.write((FORWARD, releases, self._token, modes, *news), form, sources, objects)
             backlog.clear(len(releases))
             worker.start()
+
+    def _form(
+        self, worker: Worker, shares: Sequence[torch.Tensor], grad: bool, buffers: Sequence[torch.Tensor] = ()
+    ) -> Form:
+        metas = tuple(map(meta_of, shares))
+        if not grad:
+            metas = tuple(meta._replace(requires_grad=False) for meta in metas)
+        metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
+        return worker.outbox.form((self._split.spec, self._route.kinds), metas)
 
     def _run_own_share(self, grad: bool) -> tuple[torch.Tensor | None, Any]:
         """The module on share 0. If it fails, the workers' answers are taken out of the way."""
@@ -371,13 +526,12 @@ class _Call:
             Share.apply(self, index, leaf) if index in self._wanted else split.share(index, 0)  # type: ignore[no-untyped-call]  # torch's
             for index, leaf in enumerate(split.leaves)
         ]
-        args, kwargs = unflatten(split.spec, shares)
-        anchor: torch.Tensor | None = None
+        args, kwargs = (shares, {}) if self._route.is_flat else unflatten(split.spec, shares)
+        anchor = None
         if grad:
-            slots = team.parameters.trainable
-            self._places, self._large = team.parameters.places, team.parameters.large
-            *stand_ins, anchor = Parameters.apply(self, *[slot.parameter for slot in slots])  # type: ignore[no-untyped-call]  # torch's
-            with substituted(slots, stand_ins):
+            self._stand_ins = stand_ins = team.stand_ins()
+            anchor = stand_ins.anchor
+            with stand_ins.in_place:
                 outputs = team.module(*args, **kwargs)
         else:
             outputs = team.module(*args, **kwargs)
@@ -413,7 +567,7 @@ class _Call:
             same_structure([spec, *(answer.form.spec for answer in answers)], objects)
             all_metas = zip(metas, *(answer.form.metas for answer in answers), strict=True)
             joints = [join_leaf(each, sizes, self._split.dim, self._scalars) for each in all_metas]
-            if len(known) >= _JOINTS_KEPT:
+            if len(known) >= _KEPT:
                 known.clear()
             known[key] = joints
         self._joints = joints
@@ -457,52 +611,56 @@ class _Call:
         self._released = not keep
         self._pending, self._found = True, None
         self._team.current = self
-        self._limit_threads_until_the_end()
+        assert self._stand_ins is not None
+        self._stand_ins.sums.expect(self)
+        self._prepare_the_end()
         return [_share_of(joint, gradient, 0) for joint, gradient in zip(self._joints, gradients, strict=True)]
 
     def _send_gradients(self, gradients: Gradients, keep: bool) -> None:
         present = tuple(gradient is not None for gradient in gradients)
+        given = [pair for pair in zip(self._joints, gradients, strict=True) if pair[1] is not None]
         for worker in self._workers:
             backlog = self._team.backlogs[worker.replica]
-            shares = [
-                share
-                for joint, gradient in zip(self._joints, gradients, strict=True)
-                if (share := _share_of(joint, gradient, worker.replica)) is not None
-            ]
-            metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares)
+            shares = [_share_of(joint, gradient, worker.replica) for joint, gradient in given]
+            metas = tuple(TensorMeta(share.dtype, tuple(share.shape)) for share in shares if share is not None)
             releases = tuple(backlog.releases)
             form = worker.outbox.form((present,), metas)
-            worker.outbox.write((BACKWARD, releases, self._token, keep), form, shares)
+            sources = [source_of(share) for share in shares if share is not None]
+            worker.outbox.write((BACKWARD, releases, self._token, keep), form, sources)
             del backlog.releases[: len(releases)]
             worker.start()
 
-    def _limit_threads_until_the_end(self) -> None:
-        """The cores belong to the workers as well until backward ends."""
+    def _prepare_the_end(self) -> None:
+        """Until backward ends the cores belong to the workers as well."""
         limit = self._team.limit
+        if limit.holds and not self._wanted:
+            return  # `_Sums` is all that waits for the workers
         limit.__enter__()
 
         def end() -> None:
             limit.__exit__(None, None, None)
-            if self._team.current is self and not self._pending:
-                self._team.current, self._found = None, None
+            self.finish()
 
         torch.autograd.Variable._execution_engine.queue_callback(end)
 
-    def large_parameters(self) -> Sequence[int]:
-        return self._large
+    def finish_unless_inputs_wait(self) -> None:
+        """The parameters have their gradients."""
+        if not self._wanted:
+            self.finish()
 
-    def parameter_gradients(self, own: Gradients, needed: Sequence[bool], mine: set[int]) -> Gradients:
-        found = self._gradients()
-        return sum_gradients(own, [each.parameters for each in found], needed, mine)
+    def finish(self) -> None:
+        """Nobody asks for this backward's gradients any more."""
+        if self._team.current is self and not self._pending:
+            self._team.current, self._found = None, None
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted.index(index)
-        parts = [own, *(each.inputs[position] for each in self._gradients())]
+        parts = [own, *(each.inputs[position] for each in self.gradients())]
         if all(part is None for part in parts):
             return None
         split = self._split
         if not split.factors[index]:
-            (total,) = sum_gradients([parts[0]], [[part] for part in parts[1:]], [True])
+            (total,) = sum_gradients([parts[0]], [[part] for part in parts[1:]])
             return total
         whole = torch.zeros_like(split.leaves[index])
         for (start, stop), part in zip(split.ranges, parts, strict=True):
@@ -511,15 +669,15 @@ class _Call:
                 whole.narrow(split.dim, start * factor, (stop - start) * factor).copy_(part)
         return whole
 
-    def _gradients(self) -> list[_Found]:
+    def gradients(self) -> list[_Found]:
         """What the workers found; waits for them, once per backward."""
         if self._pending:
             self._pending = False
             answers = [self._team.answer(worker) for worker in self._workers]
             self._raise_failures(answers)
+            assert self._stand_ins is not None
             self._found = [
-                _Found.read(worker, answer, self._team.rooms[worker.replica - 1], self._places)
-                for worker, answer in zip(self._workers, answers, strict=True)
+                _Found.read(*each) for each in zip(self._workers, answers, self._stand_ins.places, strict=False)
             ]
         if self._found is None:
             raise GroupError("the gradients of this forward's replicas are gone: an earlier backward failed")
@@ -528,28 +686,29 @@ class _Call:
     def leave_boxes(self) -> None:
         """Another message is about to be sent: answers that may still be needed are copied."""
         with contextlib.suppress(Exception):  # of a backward that nobody waits for any more
-            self._found = [each.copied() for each in self._gradients()]
+            self._found = [each.copied() for each in self.gradients()]
 
 
 @dataclasses.dataclass
 class _Found:
     """Gradients one worker computed."""
 
-    parameters: list[torch.Tensor | None]
-    inputs: list[torch.Tensor | None]
+    parameters: Gradients
+    inputs: Gradients
+    is_in_place: bool = False  # every parameter's, each where it belongs
 
     @classmethod
-    def read(cls, worker: Worker, answer: Message, room: GradientRoom, places: Sequence[int]) -> _Found:
+    def read(cls, worker: Worker, answer: Message, places: GradientPlaces) -> _Found:
         kinds, parameters = answer.form.spec
         if kinds == ALL_DENSE:
-            return cls([room.places[place] for place in places], [])
+            return cls(places.tensors, [], is_in_place=True)
         sent = iter(worker.inbox.tensors(answer.form))
         found: list[torch.Tensor | None] = []
         for index, kind in enumerate(kinds):
             if kind == NOTHING:
                 found.append(None)
             elif kind == DENSE:
-                found.append(room.places[places[index]] if index < parameters else next(sent))
+                found.append(places.tensors[index] if index < parameters else next(sent))
             else:
                 indices, values = next(sent).clone(), next(sent).clone()
                 found.append(torch.sparse_coo_tensor(indices, values, kind, is_coalesced=True, check_invariants=False))
@@ -581,6 +740,8 @@ def _share_of(joint: Joint, gradient: torch.Tensor | None, replica: int) -> torc
     if joint.how == "mean":
         return gradient * joint.weights[replica]
     start, stop = joint.ranges[replica]
+    if joint.dim == 0:
+        return gradient[start:stop]
     return gradient.narrow(joint.dim, start, stop - start)
 
 

@@ -37,6 +37,10 @@ class SplitInputs:
     ranges: Ranges
     dim: int
 
+    def again(self, leaves: list[Any]) -> SplitInputs:
+        """The same for other inputs; tensors of the same shapes, and nothing else."""
+        return SplitInputs(self.spec, leaves, self.factors, self.parts, self.ranges, self.dim)
+
     @property
     def sizes(self) -> list[int]:
         """Samples per replica."""
@@ -50,6 +54,8 @@ class SplitInputs:
         if not factor:
             return leaf
         start, stop = self.ranges[replica]
+        if self.dim == 0:
+            return leaf[start * factor : stop * factor]  # quicker than narrow
         return leaf.narrow(self.dim, start * factor, (stop - start) * factor)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["LEAF", "Spec", "Whole", "flatten", "unflatten", "without_marks"]
+__all__ = ["LEAF", "Spec", "Whole", "flatten", "is_flat_call", "unflatten", "without_marks"]
 
 Spec = tuple[Any, ...]
 LEAF: Spec = ("leaf",)
@@ -31,13 +31,23 @@ class Whole:
 
 def flatten(thing: Any, leaf_types: tuple[type, ...] = ()) -> tuple[Spec, list[Any]]:
     """Take a structure apart. Objects of `leaf_types` are not looked into; a `Whole` marks each leaf inside it."""
+    if isinstance(thing, torch.Tensor):
+        return LEAF, [thing]
     leaves: list[Any] = []
     return _describe(thing, leaves, leaf_types), leaves
 
 
 def unflatten(spec: Spec, leaves: Any) -> Any:
     """The structure again, around other leaves."""
+    if spec is LEAF:
+        (leaf,) = leaves
+        return leaf
     return _build(spec, iter(leaves))
+
+
+def is_flat_call(spec: Spec) -> bool:
+    """Whether it describes `(args, kwargs)` with nothing inside: each leaf is an argument."""
+    return spec[0] == "tuple" and spec[1][1] == ("dict", dict, (), ()) and all(arg == LEAF for arg in spec[1][0][1])
 
 
 def without_marks(thing: Any) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import Any, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -16,24 +16,20 @@ _Gradients = Sequence[torch.Tensor | None]
 
 
 def sum_gradients(
-    own: _Gradients, others: Sequence[_Gradients], needed: Sequence[bool], mine: Collection[int] = ()
+    own: _Gradients, others: Sequence[_Gradients], is_mine: Sequence[bool] | None = None
 ) -> list[torch.Tensor | None]:
     """For each parameter, the sum of what this and the other replicas found; None where nobody found anything.
 
-    The results do not lie in the others' memory, which is used again. Where nobody else has our own term (`mine`),
+    The results do not lie in the others' memory, which is used again. Where nobody else has our own term (`is_mine`),
     it becomes the result.
     """
-    if len(others) == 1 and not mine and all(needed) and _are_dense(own) and _are_dense(others[0]):
-        # The usual case, in as few steps as possible.
-        return list(torch._foreach_add(cast("list[torch.Tensor]", own), cast("list[torch.Tensor]", others[0])))
     results: list[torch.Tensor | None] = [None] * len(own)
     inside: list[int] = []
     pairs: list[int] = []
     for index, terms in enumerate(zip(own, *others, strict=True)):
-        if not needed[index]:
-            continue
         if len(terms) == 2 and all(term is not None and not term.is_sparse for term in terms):
-            (inside if index in mine else pairs).append(index)
+            can_hold_sum = is_mine is not None and is_mine[index] and terms[0].is_contiguous()
+            (inside if can_hold_sum else pairs).append(index)
         else:
             found = [term for term in terms if term is not None]
             if found:
@@ -45,10 +41,6 @@ def sum_gradients(
             for index, total in zip(indices, add(first, second), strict=True):
                 results[index] = total
     return results
-
-
-def _are_dense(gradients: _Gradients) -> bool:
-    return bool(gradients) and all(each is not None and not each.is_sparse for each in gradients)
 
 
 def _add_inside(first: list[torch.Tensor], second: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -17,6 +17,11 @@ class ThreadLimit:
         self._depth = 0
         self._before = 0
 
+    @property
+    def holds(self) -> bool:
+        """Whether there is nothing to set."""
+        return self._depth == 0 and torch.get_num_threads() == self._threads
+
     def __enter__(self) -> None:
         if self._depth == 0:
             self._before = torch.get_num_threads()

@@ -15,7 +15,19 @@ _Update = tuple[int, str, Any]  # index of the module, attribute, value
 
 # Looked after elsewhere: by value.
 _APART = ("_parameters", "_buffers")
+# Nothing that a forward does depends on these, or only together with others that are looked at.
+_WITHOUT_EFFECT = (
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks_with_kwargs",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+)
 _SIMPLE = (bool, int, float, str, type(None))
+_FORWARDS_TO_SEE = 8
 
 
 class ModuleWatch:
@@ -23,10 +35,16 @@ class ModuleWatch:
 
     A changed number, string or flag (train and eval are one) is a small update; anything else, a hook or another
     child say, needs new workers. Changes inside objects of the user's own are not seen: `DataParallel.refresh` is for
-    those. Looking costs about a microsecond per child: everything is compared in a few sweeps.
+    those. Looking costs about half a microsecond per child: everything is compared in a few sweeps.
+
+    A forward that changes the module, other than numbers, does so in every replica (`absorb`). One that did not at
+    first is not looked at any more (`is_restless` tells); should it change something later all the same, workers are
+    started anew once, as for the user's changes, and the new watch is told to keep looking.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, is_restless: bool = False) -> None:
+        self.is_restless = is_restless
+        self._forwards_to_see = _FORWARDS_TO_SEE
         self._parts = list(module.modules())
         self._holders = [part.__dict__ for part in self._parts]
         self._values: list[Any] = []
@@ -36,6 +54,14 @@ class ModuleWatch:
         """What workers must be told; None if they must be started anew."""
         if self._is_same():
             return []
+        found = self._small_changes()
+        if found is None:
+            self.is_restless |= self._forwards_to_see == 0  # it may have been a forward
+        else:
+            self._take()
+        return found
+
+    def _small_changes(self) -> list[_Update] | None:
         if [*map(tuple, self._holders)] != self._names or not self._is_same_inside():
             return None
         found: list[_Update] = []
@@ -48,13 +74,17 @@ class ModuleWatch:
                 if type(now) not in _SIMPLE or type(before) not in _SIMPLE:
                     return None
                 found.append((index, name, now))
-        self._take()
         return found
 
     def absorb(self) -> None:
         """What forward itself did to the module, other than to numbers, is its own business in every replica."""
+        if not self.is_restless:
+            if self._forwards_to_see == 0:
+                return
+            self._forwards_to_see -= 1
         if self._is_same():
             return
+        self.is_restless = True
         before = {
             (index, name): value
             for (index, name), value in zip(self._keys(), self._values, strict=True)
@@ -76,7 +106,7 @@ class ModuleWatch:
         containers = [
             value
             for (_, name), value in zip(self._keys(), self._values, strict=True)
-            if isinstance(value, dict | list | set) and name not in _APART
+            if isinstance(value, dict | list | set) and name not in _APART and name not in _WITHOUT_EFFECT
         ]
         containers += [part._buffers for part in self._parts if not part._buffers]
         self._empty = [value for value in containers if not value]
@@ -99,9 +129,9 @@ class ModuleWatch:
             now = _inside(value)
             if len(now) != len(before) or not all(map(operator.is_, now, before)):
                 return False
-        return all(tuple(holder) == names for holder, names in self._buffers) and all(
-            value._version == version for value, version in self._tensors
-        )
+        if self._buffers and not all(tuple(holder) == names for holder, names in self._buffers):
+            return False
+        return not self._tensors or all(value._version == version for value, version in self._tensors)
 
 
 def _inside(value: Any) -> tuple[Any, ...]:

@@ -215,6 +215,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_reduce_own": (_I32, [_PTR, _U32, _PTR, _I64]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
+    "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
