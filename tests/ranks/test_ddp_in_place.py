@@ -75,7 +75,7 @@ def test_what_works_in_buckets_works_in_place(function, arguments):
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "loader"])
 def test_a_failing_rank_takes_part_to_the_end(where):
-    ranks(2, failing.train_until_failure, where, 1, {})
+    failing.check_all_know(ranks(2, failing.train_until_failure, where, 1, {}, 2), 1)
 
 
 def one_memory_for_two_gradients(rank, world):

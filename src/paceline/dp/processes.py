@@ -39,6 +39,7 @@ from paceline.dp.watch import ModuleWatch
 from paceline.dp.whole_batch import MeetingPoint, PeerFailed, WholeBatch
 from paceline.dp.worker import ALL_DENSE, BACKWARD, DENSE, FAILED, FORWARD, NOTHING, STALE, Modes, serve
 from paceline.errors import ConfigError, GroupError
+from paceline.heap import keep_freed_memory
 from paceline.shm.pieces import add_pieces
 
 __all__ = ["ProcessExecutor"]
@@ -74,6 +75,7 @@ class ProcessExecutor:
         self._splits_tensors_itself = not any(issubclass(torch.Tensor, kind) for kind in splitters)
         self._team: _Team | None = None
         self._quiet = QuietCores(threads)
+        keep_freed_memory(workers)  # before workers are forked: they inherit it
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
