@@ -746,3 +746,17 @@ def _forwards_alone(rank, world):
 
 def test_forwards_without_a_backward_raise_no_alarm(ranks):
     ranks(2, _forwards_alone)
+
+
+def _hooks_left(rank, world):
+    join_group()
+    model = paceline.DistributedDataParallel(linear(4, 4, 4))
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4))
+    return [parameter._backward_hooks for parameter in model.parameters()]
+
+
+def test_no_table_of_hooks_is_left_for_autograd_to_look_at(ranks):
+    for left in ranks(2, _hooks_left):
+        assert left == [None] * 4

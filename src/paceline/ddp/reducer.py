@@ -173,6 +173,7 @@ class Reducer:
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._lookouts: list[Any] = []  # hooks on parameters, for a backward that comes another way than by the outputs
         self._hidden = False  # it does in this model
+        self._traces = False  # there were such hooks
         self._awaiting = False  # a forward was made, and no backward has come to its outputs yet
         self._itself = weakref.ref(self)
         self._hooks_missing = False
@@ -336,6 +337,8 @@ class Reducer:
         if self._hooks_missing:
             self._install_hooks()
         if self._mode is _Mode.IDLE:
+            if self._traces:
+                self._remove_traces()
             self._forget_arrivals()
         elif torch._C._current_graph_task_id() < 0 and self._completion is not None:
             self._tell_failed_backward(self._completion, None)  # a backward failed unseen: peers may wait for it
@@ -356,11 +359,22 @@ class Reducer:
 
     def _look_out_for(self, one: ForwardPass) -> None:
         """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows a backward."""
+        self._traces = True
         _remove_all(self._lookouts)
         reached = functools.partial(_reached_hidden, self._itself, one)
         self._lookouts += [
             each.parameter.register_hook(reached) for each in self.managed if each.parameter.requires_grad
         ]
+
+    def _remove_traces(self) -> None:
+        """A hook that was removed leaves an empty table, for which autograd calls Python in every backward."""
+        if self._lookouts or torch._C._current_graph_task_id() >= 0:
+            return  # not while autograd may be in one of them
+        self._traces = False
+        for one in self.managed:
+            hooks = one.parameter._backward_hooks
+            if hooks is not None and not hooks:
+                one.parameter._backward_hooks = None
 
     def reached_hidden(self, one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
         """Backward arrived at a parameter before it came to an output of forward."""
@@ -457,7 +471,7 @@ class Reducer:
         def scaled(gradient: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
-        self._scaled = scaled
+        self._scaled, self._traces = scaled, True
         for one in self.managed:
             if one.parameter.requires_grad:
                 self._scaling.append(one.parameter.register_hook(scaled))
