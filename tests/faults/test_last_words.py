@@ -217,6 +217,6 @@ def test_a_program_that_a_thread_holds_back_does_not_hold_its_peers(tmp_path, ba
 @pytest.mark.slow
 def test_an_error_of_another_kind_of_group_carries_what_the_peer_said(tmp_path):
     told = run_script(tmp_path, "gloo", "barrier")
-    assert "Connection closed by peer" in told
+    assert "by peer" in told  # closed or reset, whichever comes first
     assert "rank 1 (pid" in told
     assert "ValueError: the needle" in told
