@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import mmap
 import os
 import pathlib
 import signal
@@ -127,6 +129,35 @@ def test_a_worker_killed_between_steps():
         with pytest.raises(PeerLost, match="replica 2"):
             model(x)
         torch.testing.assert_close(model(x), model.module(x))
+
+
+def test_workers_do_not_collect_the_garbage_of_the_main_process():
+    """It may be a process group, say: whose end waits for threads that a forked process does not have."""
+    collected, main = mmap.mmap(-1, 1), os.getpid()
+
+    class Cycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            if os.getpid() != main:
+                collected[0] = 1
+
+    class Collects(nn.Module):
+        def forward(self, x):
+            if os.getpid() != main:
+                gc.collect()
+            return x
+
+    gc.disable()
+    try:
+        Cycle()
+        with DataParallel(Collects(), workers=2) as model:
+            model(torch.randn(4, 2))
+            assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert collected[0] == 0
 
 
 def test_a_worker_that_does_not_answer():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import mmap
 import os
 import select
@@ -169,12 +170,26 @@ def _fork(serve: Callable[[int, int], None]) -> int:
             # Python 3.12 warns where other threads exist. The child touches none of what they may hold: it runs torch
             # single-threaded, or in a fresh thread, as torch's own DataLoader workers do.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            pid = _fork_without_garbage()
         if pid == 0:
             _live_as_worker(lambda: serve(main, watched), main, watched, from_main_thread)
         return pid
     finally:
         os.close(watched)
+
+
+def _fork_without_garbage() -> int:
+    """What the main process has not collected yet, a child must not: it may own threads that the child has not."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        pid = os.fork()
+        if pid == 0:
+            gc.freeze()
+        return pid
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _live_as_worker(serve: Callable[[], None], main: int, watched: int, from_main_thread: bool) -> None:

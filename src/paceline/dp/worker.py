@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import random
 import sys
@@ -38,9 +37,6 @@ STALE = 2
 NOTHING = 0
 DENSE = 1
 ALL_DENSE = -1  # in place of a list of kinds: of every parameter, and no input wants one
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-_LARGEST_KEPT_BYTES, _MOST_KEPT_BYTES = 32 << 20, 1 << 30  # glibc takes no more for the first
 
 
 @dataclasses.dataclass
@@ -168,7 +164,6 @@ def serve(
     main_pidfd: int,
 ) -> None:
     """Follow orders until the main process ends."""
-    _keep_freed_memory()
 
     def loop() -> None:
         torch.set_num_threads(threads)
@@ -391,11 +386,3 @@ def _seed_replica(seed: int, replica: int) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed((seed + replica) % 2**32)
-
-
-def _keep_freed_memory() -> None:
-    """Let the allocator keep what is freed: gradients of the next step go there without faulting in new pages."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(_M_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES)
-        mallopt(_M_TRIM_THRESHOLD, _MOST_KEPT_BYTES)
