@@ -66,4 +66,4 @@ gpu-test: $(VENV)/.installed-dev
 
 clean:
 	rm -rf $(VENV) build site src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
-	rm -f src/paceline/shm/*.so src/paceline/shm/native_build.json
+	rm -f src/paceline/core/*.so src/paceline/core/native_build.json

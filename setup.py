@@ -2,7 +2,8 @@
 
 Everything else about the package is in pyproject.toml. Two things need code here:
 
-* the core is compiled with the C compiler alone - no Python headers, no torch - so its wheel is tagged
+* the core is compiled with the C compiler alone - no Python headers, no torch - so its wheel is
+  tagged
   `py3-none-<platform>` and serves every Python;
 * a machine without a compiler still gets a working (slower) install: the failure is written to
   `native_build.json`, which `paceline doctor` shows.
@@ -40,7 +41,9 @@ def compiler() -> list[str]:
 
 
 class BuildCore(build_ext):
-    """Compiles `csrc/*.c` in one go; a failure is recorded, not raised, unless PACELINE_REQUIRE_NATIVE=1."""
+    """Compiles `csrc/*.c` in one go; a failure is recorded, not raised, unless
+    PACELINE_REQUIRE_NATIVE=1.
+    """
 
     def get_ext_filename(self, fullname: str) -> str:
         return os.path.join(*fullname.split(".")[:-1], LIBRARY)
@@ -64,7 +67,10 @@ class BuildCore(build_ext):
             return
         if os.environ.get("PACELINE_REQUIRE_NATIVE") == "1":
             raise SystemExit(f"paceline: the native core did not build: {error}")
-        print(f"paceline: the native core did not build, installing without it: {error}", file=sys.stderr)
+        print(
+            f"paceline: the native core did not build, installing without it: {error}",
+            file=sys.stderr,
+        )
 
     def get_outputs(self) -> list[str]:
         outputs = [pathlib.Path(path) for path in super().get_outputs()]
@@ -76,7 +82,7 @@ class BuildCore(build_ext):
         build_py = self.get_finalized_command("build_py")
         for ext in self.extensions:
             built = pathlib.Path(self.build_lib, self.get_ext_filename(ext.name))
-            target = pathlib.Path(build_py.get_package_dir("paceline.shm"))
+            target = pathlib.Path(build_py.get_package_dir("paceline.core"))
             for path in (built, built.with_name("native_build.json")):
                 goal = target / path.name
                 goal.unlink(missing_ok=True)
@@ -92,18 +98,20 @@ def run(command: list[str]) -> str | None:
         return f"{command[0]}: {error.strerror}"
     if done.returncode == 0:
         return None
-    lines = [line for line in done.stderr.splitlines() if "error" in line.lower()] or done.stderr.splitlines()
+    lines = [
+        line for line in done.stderr.splitlines() if "error" in line.lower()
+    ] or done.stderr.splitlines()
     return f"{command[0]} exited with code {done.returncode}" + (f": {lines[0]}" if lines else "")
 
 
 class OneWheelForAllPythons(bdist_wheel):
     def get_tag(self) -> tuple[str, str, str]:
         _, _, platform_tag = super().get_tag()
-        built = pathlib.Path(self.bdist_dir or "", "paceline", "shm", LIBRARY)
+        built = pathlib.Path(self.bdist_dir or "", "paceline", "core", LIBRARY)
         return ("py3", "none", platform_tag if built.exists() else "any")
 
 
 setup(
-    ext_modules=[Extension("paceline.shm._core", sources=SOURCES, depends=HEADERS)],
+    ext_modules=[Extension("paceline.core._core", sources=SOURCES, depends=HEADERS)],
     cmdclass={"build_ext": BuildCore, "bdist_wheel": OneWheelForAllPythons},
 )

@@ -4,8 +4,8 @@
     make train ARGS="--epochs 5 --ranks 4"
     paceline run examples/digits.py     # the same, started by the launcher
 
-The gradient is that of the global batch at any number of ranks, ragged last batch included, and every test image is
-counted once.
+The gradient is that of the global batch at any number of ranks, ragged last batch included, and
+every test image is counted once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.observe import Progress, write_report
+from paceline.diagnostics import Progress, write_report
 
 TEST_IMAGES = 360
 
@@ -33,7 +33,9 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)[order]
     y = torch.tensor(labels)[order]
-    return TensorDataset(x[TEST_IMAGES:], y[TEST_IMAGES:]), TensorDataset(x[:TEST_IMAGES], y[:TEST_IMAGES])
+    return TensorDataset(x[TEST_IMAGES:], y[TEST_IMAGES:]), TensorDataset(
+        x[:TEST_IMAGES], y[:TEST_IMAGES]
+    )
 
 
 def network() -> nn.Module:
@@ -57,7 +59,9 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
     paceline.init_process_group()
     torch.manual_seed(0)
     learn, test = digits()
-    loader = paceline.DataLoader(learn, batch_size=options.batch_size, shuffle=True, seed=options.seed)
+    loader = paceline.DataLoader(
+        learn, batch_size=options.batch_size, shuffle=True, seed=options.seed
+    )
     model = paceline.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     steps = options.epochs * len(loader)
@@ -107,14 +111,20 @@ def alone(options: argparse.Namespace, threads: int) -> float:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", default="auto", help="number of ranks (default: one per core)")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--batch-size", type=int, default=128, help="of all ranks together")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--trace", type=pathlib.Path, default=pathlib.Path("build/digits"), help="for the timeline")
-    parser.add_argument("--no-compare", action="store_true", help="do not measure one process for comparison")
+    parser.add_argument(
+        "--trace", type=pathlib.Path, default=pathlib.Path("build/digits"), help="for the timeline"
+    )
+    parser.add_argument(
+        "--no-compare", action="store_true", help="do not measure one process for comparison"
+    )
     return parser.parse_args()
 
 
@@ -132,7 +142,9 @@ def main() -> None:
             report(found, int(os.environ.get("WORLD_SIZE", "1")))
         return
     terminal = os.ttyname(1) if sys.stdout.isatty() else None
-    results = paceline.spawn(train, (options, terminal), options.ranks, env={"PACELINE_TRACE": str(options.trace)})
+    results = paceline.spawn(
+        train, (options, terminal), options.ranks, env={"PACELINE_TRACE": str(options.trace)}
+    )
     report(results[0], len(results))
     print(f"timeline        {write_report(options.trace)}: open it in a browser")
     if not options.no_compare:

@@ -16,7 +16,9 @@ hypothesis.settings.load_profile("paceline")
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    """Fails the test that leaks a child process, a thread, an environment variable or shared memory."""
+    """Fails the test that leaks a child process, a thread, an environment variable or shared
+    memory.
+    """
     before = leaks.snapshot()
     yield
     found = leaks.leaks(before)

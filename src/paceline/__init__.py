@@ -1,7 +1,7 @@
 """Paceline: data-parallel training for PyTorch.
 
-`import paceline` registers the `paceline` backend with torch.distributed and does nothing else: torch itself is
-imported when it is first needed, so that the command line answers at once.
+`import paceline` registers the `paceline` backend with torch.distributed and does nothing else:
+torch itself is imported when it is first needed, so that the command line answers at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from paceline._registration import register_backend
+from paceline._backend_registration import register_backend
 from paceline._version import __version__
 from paceline.errors import (
     CollectiveTimeout,
@@ -27,10 +27,17 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline import ray as ray
     from paceline.checkpoint import load, save
-    from paceline.data import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, ShardedIterable
+    from paceline.data import (
+        DataLoader,
+        DistributedSampler,
+        Evaluation,
+        GlobalBatchSampler,
+        ShardedIterable,
+    )
     from paceline.ddp import DistributedDataParallel, SyncBatchNorm, replica_of, replicate
+    from paceline.diagnostics.session import trace
     from paceline.dp import DataParallel
-    from paceline.launch.group import (
+    from paceline.launch.init import (
         destroy_process_group,
         init_process_group,
         is_main,
@@ -41,7 +48,6 @@ if TYPE_CHECKING:
     )
     from paceline.launch.save_request import SaveRequest, save_requested
     from paceline.launch.spawn import spawn
-    from paceline.observe.session import trace
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
@@ -51,13 +57,13 @@ _LAZY: dict[str, str] = {
     "Evaluation": "paceline.data",
     "GlobalBatchSampler": "paceline.data",
     "ShardedIterable": "paceline.data",
-    "init_process_group": "paceline.launch.group",
-    "destroy_process_group": "paceline.launch.group",
-    "rank": "paceline.launch.group",
-    "world_size": "paceline.launch.group",
-    "local_rank": "paceline.launch.group",
-    "local_world_size": "paceline.launch.group",
-    "is_main": "paceline.launch.group",
+    "init_process_group": "paceline.launch.init",
+    "destroy_process_group": "paceline.launch.init",
+    "rank": "paceline.launch.init",
+    "world_size": "paceline.launch.init",
+    "local_rank": "paceline.launch.init",
+    "local_world_size": "paceline.launch.init",
+    "is_main": "paceline.launch.init",
     "SaveRequest": "paceline.launch.save_request",
     "save_requested": "paceline.launch.save_request",
     "spawn": "paceline.launch.spawn",
@@ -67,7 +73,7 @@ _LAZY: dict[str, str] = {
     "SyncBatchNorm": "paceline.ddp",
     "replicate": "paceline.ddp",
     "replica_of": "paceline.ddp",
-    "trace": "paceline.observe.session",
+    "trace": "paceline.diagnostics.session",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"ray"}

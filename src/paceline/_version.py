@@ -1,3 +1,5 @@
-"""The one place that states the version; `pyproject.toml` and the native core's build read it from here."""
+"""The one place that states the version; `pyproject.toml` and the native core's build read it from
+here.
+"""
 
 __version__ = "0.1.0"

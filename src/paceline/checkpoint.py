@@ -1,11 +1,12 @@
 """`save` and `load`: checkpoints that are written whole or not at all, and hold data only.
 
-One file, written by rank 0: temporary name, fsync, rename, fsync of the directory. A crash at any moment leaves the
-previous file as it was. Nothing in it depends on the world size. Loading never runs code from the file
-(`weights_only=True`).
+One file, written by rank 0: temporary name, fsync, rename, fsync of the directory. A crash at any
+moment leaves the previous file as it was. Nothing in it depends on the world size. Loading never
+runs code from the file (`weights_only=True`).
 
-All ranks call both functions. They agree through the group's store, with a time limit, before anything is written
-and after: a call on rank 0 only - the classic deadlock - ends in an error that says who is missing.
+All ranks call both functions. They agree through the group's store, with a time limit, before
+anything is written and after: a call on rank 0 only - the classic deadlock - ends in an error that
+says who is missing.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from typing import Any
 
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.launch.agreement import exchange
-from paceline.observe.recorder import group_number, recorder
-from paceline.observe.status import Phase, Place
+from paceline.telemetry.recorder import group_number, recorder
+from paceline.telemetry.status_page import Phase, WaitLabel
 
 __all__ = ["save", "load"]
 
@@ -32,30 +33,40 @@ _AGREE_TIMEOUT_S = 600.0
 
 
 class _Calls:
-    """Counts calls in this process; the same on every rank, so it keeps their keys in the store apart."""
+    """Counts calls in this process; the same on every rank, so it keeps their keys in the store
+    apart.
+    """
 
     made = 0
 
 
-def save(path: str | os.PathLike[str], *, timeout: datetime.timedelta | None = None, **state: Any) -> None:
+def save(
+    path: str | os.PathLike[str], *, timeout: datetime.timedelta | None = None, **state: Any
+) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes.
 
         paceline.save("last.pt", model=model, optimizer=optimizer, sampler=sampler, step=step)
 
-    Anything with a `state_dict()` is saved as that - a module wrapped for data parallelism as the bare module -,
-    anything else as it is, as long as it is tensors, numbers, strings, None, lists, tuples or dicts of these. Returns
-    on every rank after the file is in place; an error of rank 0 is raised everywhere. `timeout` (default: 10 minutes)
-    is how long ranks wait for one another and for the writing.
+    Anything with a `state_dict()` is saved as that - a module wrapped for data parallelism as the
+    bare module -, anything else as it is, as long as it is tensors, numbers, strings, None, lists,
+    tuples or dicts of these. Returns on every rank after the file is in place; an error of rank 0
+    is raised everywhere. `timeout` (default: 10 minutes) is how long ranks wait for one another and
+    for the writing.
     """
     if not state:
-        raise ConfigError("nothing to save: paceline.save(path, model=model, optimizer=optimizer, step=step)")
+        raise ConfigError(
+            "nothing to save: paceline.save(path, model=model, optimizer=optimizer, step=step)"
+        )
     ranks = _Ranks("save", path, timeout)
     ranks.meet(json.dumps(sorted(state)), "names of what to save")
     error = ""
     if ranks.rank == 0:
         try:
             with recorder.during(Phase.SAVE):
-                _write(pathlib.Path(path), {name: _state_of(name, value) for name, value in state.items()})
+                _write(
+                    pathlib.Path(path),
+                    {name: _state_of(name, value) for name, value in state.items()},
+                )
         except Exception as caught:
             if ranks.world_size == 1:
                 raise
@@ -73,12 +84,14 @@ def load(
     timeout: datetime.timedelta | None = None,
     **targets: Any,
 ) -> dict[str, Any]:
-    """Read a checkpoint into `targets`, on every rank; returns what has no `load_state_dict`, such as `step`.
+    """Read a checkpoint into `targets`, on every rank; returns what has no `load_state_dict`, such
+    as `step`.
 
         step = paceline.load("last.pt", model=model, optimizer=optimizer, sampler=sampler)["step"]
 
-    The world may be another size than the one that saved. `strict` is that of `Module.load_state_dict`. Raises
-    `ConfigError` if the file lacks something asked for, or is no checkpoint.
+    The world may be another size than the one that saved. `strict` is that of
+    `Module.load_state_dict`. Raises `ConfigError` if the file lacks something asked for, or is no
+    checkpoint.
     """
     ranks = _Ranks("load", path, timeout)
     ranks.meet(json.dumps(sorted(targets)), "names of what to load")
@@ -98,7 +111,10 @@ def _bare(value: Any) -> Any:
     """The module inside wrappers for data parallelism, however many, torch's or ours."""
     from torch import nn
 
-    while isinstance(value, nn.Module) and type(value).__name__ in {"DistributedDataParallel", "DataParallel"}:
+    while isinstance(value, nn.Module) and type(value).__name__ in {
+        "DistributedDataParallel",
+        "DataParallel",
+    }:
         value = value.module
     return value
 
@@ -107,8 +123,14 @@ def _state_of(name: str, value: Any) -> Any:
     value = _bare(value)
     if hasattr(value, "state_dict"):
         return value.state_dict()
-    if hasattr(value, "__dict__") and not dataclasses.is_dataclass(value) and type(value).__module__ == "__main__":
-        raise ConfigError(f"{name} is a {type(value).__name__} without state_dict(): give it one, or save plain values")
+    if (
+        hasattr(value, "__dict__")
+        and not dataclasses.is_dataclass(value)
+        and type(value).__module__ == "__main__"
+    ):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__} without state_dict(): give it one, or save plain values"
+        )
     return value
 
 
@@ -127,7 +149,9 @@ def _restore(name: str, target: Any, state: Any, strict: bool) -> None:
 
 
 def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Names as the bare module has them: checkpoints of wrapped modules, written by others, say `module.` first."""
+    """Names as the bare module has them: checkpoints of wrapped modules, written by others, say
+    `module.` first.
+    """
     if state and all(name.startswith("module.") for name in state):
         return {name.removeprefix("module."): value for name, value in state.items()}
     return state
@@ -156,7 +180,9 @@ def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
 
 
 def _check_readable(path: pathlib.Path) -> None:
-    """What `load` would refuse must not replace a good checkpoint. Reads the structure, not the tensors' bytes."""
+    """What `load` would refuse must not replace a good checkpoint. Reads the structure, not the
+    tensors' bytes.
+    """
     import pickle
 
     import torch
@@ -189,11 +215,15 @@ def _read(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
         content = torch.load(path, weights_only=True, map_location=map_location)
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path} is not a checkpoint that can be read safely: {reason}") from error
+        raise ConfigError(
+            f"{path} is not a checkpoint that can be read safely: {reason}"
+        ) from error
     if not isinstance(content, dict) or "paceline" not in content:
         raise ConfigError(f"{path} was not written by paceline.save; read it with torch.load")
     if content["paceline"] > _FORMAT:
-        raise ConfigError(f"{path} has format {content['paceline']}, this version of Paceline reads up to {_FORMAT}")
+        raise ConfigError(
+            f"{path} has format {content['paceline']}, this version of Paceline reads up to {_FORMAT}"
+        )
     state: dict[str, Any] = content["state"]
     return state
 
@@ -204,7 +234,9 @@ def _read(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
 class _Ranks:
     """All ranks around one call of `save` or `load`."""
 
-    def __init__(self, verb: str, path: str | os.PathLike[str], timeout: datetime.timedelta | None) -> None:
+    def __init__(
+        self, verb: str, path: str | os.PathLike[str], timeout: datetime.timedelta | None
+    ) -> None:
         import torch.distributed as dist
 
         self.rank, self.world_size, self._store = 0, 1, None
@@ -224,7 +256,9 @@ class _Ranks:
         values = self._exchange("begin", f"{self._name} {value}")
         if len(set(values)) > 1:
             table = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
-            raise MismatchError(f"ranks disagree in the path or the {what}:\n{table}", dict(enumerate(values)))
+            raise MismatchError(
+                f"ranks disagree in the path or the {what}:\n{table}", dict(enumerate(values))
+            )
 
     def finish(self, error: str) -> None:
         """The file is in place, or rank 0 says why not."""
@@ -235,7 +269,7 @@ class _Ranks:
     def _exchange(self, moment: str, value: str) -> list[str]:
         if self._store is None:
             return [value]
-        place = Place(self._name, number=group_number(f"{self._call}/{moment}")).packed()
+        place = WaitLabel(self._name, number=group_number(f"{self._call}/{moment}")).packed()
         with recorder.during(Phase.SAVE), recorder.waiting(place, 1):
             values = exchange(
                 self._store,

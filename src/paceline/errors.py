@@ -11,8 +11,8 @@
     |- LaunchError                          first failed rank, exit code, tail of its log
     `- NativeError                          the native core is missing or does not fit
 
-A message says what happened, on which rank, what was expected and what was found, and what to do about it. The
-same facts are attributes of the exception, for programs.
+A message says what happened, on which rank, what was expected and what was found, and what to do
+about it. The same facts are attributes of the exception, for programs.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class CollectiveTimeout(GroupError, TimeoutError):
 class PeerLost(GroupError):
     """A peer process ended while others were waiting for it.
 
-    `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell. `traceback` is that of
-    the error the peer failed with, as text; empty if it could not tell.
+    `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell.
+    `traceback` is that of the error the peer failed with, as text; empty if it could not tell.
     """
 
     def __init__(
@@ -95,7 +95,9 @@ class GroupAborted(GroupError):
 
 
 class StepError(PacelineError):
-    """A rank failed in this step, so no rank applies it. `rank` failed first; `traceback` is its own, as text."""
+    """A rank failed in this step, so no rank applies it. `rank` failed first; `traceback` is its
+    own, as text.
+    """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
         super().__init__(message)
@@ -104,9 +106,13 @@ class StepError(PacelineError):
 
 
 class LaunchError(PacelineError):
-    """A launched rank failed. Carries the first rank to fail, its exit code and the tail of its output."""
+    """A launched rank failed. Carries the first rank to fail, its exit code and the tail of its
+    output.
+    """
 
-    def __init__(self, message: str, rank: int | None = None, exitcode: int | None = None, tail: str = "") -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, exitcode: int | None = None, tail: str = ""
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.exitcode = exitcode

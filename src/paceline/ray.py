@@ -1,4 +1,5 @@
-"""`paceline.ray.launch(fn, num_workers)`: the ranks are Ray actors, on a cluster that runs or a local one.
+"""`paceline.ray.launch(fn, num_workers)`: the ranks are Ray actors, on a cluster that runs or a
+local one.
 
     import paceline
 
@@ -9,9 +10,10 @@
 
     results = paceline.ray.launch(train, num_workers=4, args=({"lr": 0.1},))
 
-Needs `pip install paceline[ray]`. Workers of one node share memory, nodes are joined by Gloo or NCCL: that is the
-group's own doing, Ray only places the processes. Inside Ray Train's `TorchTrainer` nothing of this is needed: Ray Train
-starts the ranks and the group itself, and a training function uses Paceline's classes there as it would torch's.
+Needs `pip install paceline[ray]`. Workers of one node share memory, nodes are joined by Gloo or
+NCCL: that is the group's own doing, Ray only places the processes. Inside Ray Train's
+`TorchTrainer` nothing of this is needed: Ray Train starts the ranks and the group itself, and a
+training function uses Paceline's classes there as it would torch's.
 """
 
 from __future__ import annotations
@@ -39,15 +41,17 @@ def launch(
     env: Mapping[str, str] | None = None,
     placement_timeout_s: float = _PLACEMENT_TIMEOUT_S,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `num_workers` Ray actors; returns each rank's result, in rank order.
+    """Call `fn(*args, **kwargs)` on `num_workers` Ray actors; returns each rank's result, in rank
+    order.
 
-    Connects to the cluster the environment names (RAY_ADDRESS) or one that `ray.init` was called for, else starts a
-    local one and shuts it down afterwards. `resources_per_worker` is as in Ray: {"CPU": 2, "GPU": 1, ...}; default one
-    CPU.
+    Connects to the cluster the environment names (RAY_ADDRESS) or one that `ray.init` was called
+    for, else starts a local one and shuts it down afterwards. `resources_per_worker` is as in Ray:
+    {"CPU": 2, "GPU": 1, ...}; default one CPU.
 
-    All workers get their place before any starts; if the cluster cannot give it within `placement_timeout_s`, raises
-    `ConfigError` with what is there and what was asked. The first error of a rank is raised here, the others are
-    killed; a worker that died gives a `LaunchError` with its rank. Ctrl-C kills all of them.
+    All workers get their place before any starts; if the cluster cannot give it within
+    `placement_timeout_s`, raises `ConfigError` with what is there and what was asked. The first
+    error of a rank is raised here, the others are killed; a worker that died gives a `LaunchError`
+    with its rank. Ctrl-C kills all of them.
     """
     ray = _import_ray()
     if num_workers < 1:
@@ -59,7 +63,16 @@ def launch(
     try:
         group = _reserve(ray, num_workers, resources, placement_timeout_s)
         try:
-            return _run(ray, group, fn, num_workers, tuple(args), dict(kwargs or {}), resources, dict(env or {}))
+            return _run(
+                ray,
+                group,
+                fn,
+                num_workers,
+                tuple(args),
+                dict(kwargs or {}),
+                resources,
+                dict(env or {}),
+            )
         finally:
             ray.util.remove_placement_group(group)
     finally:
@@ -107,7 +120,7 @@ class _Worker:
 
         import cloudpickle
 
-        from paceline.launch.group import destroy_process_group
+        from paceline.launch.init import destroy_process_group
 
         os.environ.update(variables)
         fn, args, kwargs = cloudpickle.loads(payload)
@@ -166,7 +179,9 @@ def _run(
 
 def _as_options(resources: dict[str, float]) -> dict[str, Any]:
     named = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
-    options: dict[str, Any] = {named[key]: value for key, value in resources.items() if key in named}
+    options: dict[str, Any] = {
+        named[key]: value for key, value in resources.items() if key in named
+    }
     options["resources"] = {key: value for key, value in resources.items() if key not in named}
     return options
 
@@ -199,7 +214,9 @@ def _collect(ray: Any, calls: list[Any]) -> list[Any]:
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
         # Others may have failed in the same moment: the earliest clock tells which was first.
-        more, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=0) if waiting else ([], [])
+        more, waiting = (
+            ray.wait(waiting, num_returns=len(waiting), timeout=0) if waiting else ([], [])
+        )
         errors = []
         for call in [*ready, *more]:
             rank = ranks[call]
@@ -207,7 +224,10 @@ def _collect(ray: Any, calls: list[Any]) -> list[Any]:
                 when, results[rank], error = cloudpickle.loads(ray.get(call))
             except ray.exceptions.RayError as lost:
                 reason = str(lost).strip().partition("\n")[0]
-                when, error = time.time(), LaunchError(f"rank {rank}, a Ray actor, died: {reason}", rank=rank)
+                when, error = (
+                    time.time(),
+                    LaunchError(f"rank {rank}, a Ray actor, died: {reason}", rank=rank),
+                )
             if error is not None:
                 errors.append((when, rank, error))
         if errors:

@@ -40,7 +40,10 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     import torch
 
     if not torch.cuda.is_available():
-        pytest.exit(f"PACELINE_TEST_DEVICE=cuda, but torch {torch.__version__} sees no CUDA device here", returncode=1)
+        pytest.exit(
+            f"PACELINE_TEST_DEVICE=cuda, but torch {torch.__version__} sees no CUDA device here",
+            returncode=1,
+        )
     return Machine("cuda", torch.cuda.device_count())
 
 

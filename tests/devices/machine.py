@@ -1,8 +1,9 @@
-"""The devices a test runs on: simulated ones, or the machine's own GPUs with `PACELINE_TEST_DEVICE=cuda`.
+"""The devices a test runs on: simulated ones, or the machine's own GPUs with
+`PACELINE_TEST_DEVICE=cuda`.
 
-`on_devices(fn)` runs a function in fresh processes that have the devices loaded, and fails when the happens-before
-checker found something there. On CUDA there is no checker and no operator count: those checks are left out, the
-values are still compared.
+`on_devices(fn)` runs a function in fresh processes that have the devices loaded, and fails when the
+happens-before checker found something there. On CUDA there is no checker and no operator count:
+those checks are left out, the values are still compared.
 """
 
 from __future__ import annotations
@@ -42,12 +43,16 @@ class Machine:
     def device(self, index: int) -> str:
         return f"{self.type}:{index}"
 
-    def on_devices(self, fn: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None) -> Any:
+    def on_devices(
+        self, fn: Callable[..., Any], *args: Any, env: Mapping[str, str] | None = None
+    ) -> Any:
         """`fn(machine, *args)` in one fresh process; fails if it caused hazards."""
         return run_ranks(1, _alone, self, fn, args, timeout=TIMEOUT_S, env=env)[0]
 
     def on_ranks(self, world: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        """`fn(machine, rank, world, *args)` on `world` ranks that share a process group; fails on hazards."""
+        """`fn(machine, rank, world, *args)` on `world` ranks that share a process group; fails on
+        hazards.
+        """
         return run_ranks(world, _in_group, self, fn, args, timeout=TIMEOUT_S)
 
     # ---- inside the process
@@ -86,17 +91,23 @@ class Machine:
         from tests import sim
 
         busy = {index for index in range(self.count) if sum(sim.op_counts(index).values())}
-        assert busy == indices, f"expected work on devices {sorted(indices)}, found it on {sorted(busy)}"
+        assert busy == indices, (
+            f"expected work on devices {sorted(indices)}, found it on {sorted(busy)}"
+        )
 
 
-def _alone(rank: int, world: int, machine: Machine, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _alone(
+    rank: int, world: int, machine: Machine, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     machine.load()
     value = fn(machine, *args)
     machine.assert_no_hazards()
     return value
 
 
-def _in_group(rank: int, world: int, machine: Machine, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _in_group(
+    rank: int, world: int, machine: Machine, fn: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     import torch
     import torch.distributed as dist
 

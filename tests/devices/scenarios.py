@@ -1,8 +1,9 @@
-"""What the DistributedDataParallel matrix trains: models, where they live, how they are wrapped and stepped.
+"""What the DistributedDataParallel matrix trains: models, where they live, how they are wrapped and
+stepped.
 
-Each scenario can also be trained by hand on the CPU, rank after rank in one process with the gradients averaged:
-that is the truth the wrapped model on devices is compared with. Everything is in float64 unless a scenario is about
-lower precision, so that the comparison is sharp.
+Each scenario can also be trained by hand on the CPU, rank after rank in one process with the
+gradients averaged: that is the truth the wrapped model on devices is compared with. Everything is
+in float64 unless a scenario is about lower precision, so that the comparison is sharp.
 """
 
 from __future__ import annotations
@@ -31,13 +32,19 @@ class Scenario:
     devices_per_rank = 1
     relative_error = 1e-9
     parameter_copies = 3  # parameters, gradients, buckets
-    refused_by: ClassVar[dict[str, tuple[type[Exception], str]]] = {}  # implementation: error, words of its message
-    skipped: ClassVar[dict[tuple[str, str], str]] = {}  # (implementation, device type): why it cannot be tried
+    refused_by: ClassVar[
+        dict[str, tuple[type[Exception], str]]
+    ] = {}  # implementation: error, words of its message
+    skipped: ClassVar[
+        dict[tuple[str, str], str]
+    ] = {}  # (implementation, device type): why it cannot be tried
 
     # ---- what is trained
 
     def module(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+        )
 
     def batch(self, rank: int, step: int) -> Tensor:
         return torch.randn(BATCH, 8, generator=self.generator(rank, step), dtype=torch.float64)
@@ -200,7 +207,9 @@ class NoSync(Scenario):
 
 class Buffers(Scenario):
     def module(self):
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4))
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU(), nn.Linear(WIDTH, 4)
+        )
 
 
 class Checkpointing(Scenario):
@@ -239,7 +248,9 @@ class Autocast(Scenario):
 
 
 class OwnHook(Scenario):
-    """A hook that divides, exchanges asynchronously and works on the result in the Future's callback."""
+    """A hook that divides, exchanges asynchronously and works on the result in the Future's
+    callback.
+    """
 
     def prepare(self, model):
         model.register_comm_hook(dist.group.WORLD, _halves)

@@ -1,4 +1,6 @@
-"""The checker checked: right programs are silent, each wait taken out of them is found, and a slow model agrees."""
+"""The checker checked: right programs are silent, each wait taken out of them is found, and a slow
+model agrees.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def look_at_device_memory(keep: Keep) -> None:
 
 
 def pass_on(keep: Keep) -> None:
-    """From a side stream of one device to a side stream of the next. The copy itself orders the current streams."""
+    """From a side stream of one device to a side stream of the next. The copy itself orders the
+    current streams.
+    """
     first, second = torch.Stream("sim:0"), torch.Stream("sim:1")
     with first:
         value = torch.ones(10, device="sim:0")
@@ -138,7 +142,9 @@ def pass_on(keep: Keep) -> None:
 
 
 def backward_on_a_side_stream(keep: Keep) -> None:
-    """Autograd runs backward on the streams of forward; the caller still has to order its own reads."""
+    """Autograd runs backward on the streams of forward; the caller still has to order its own
+    reads.
+    """
     weight = torch.ones(10, device="sim:0", requires_grad=True)
     main, side = torch.accelerator.current_stream(0), torch.Stream("sim:0")
     if keep("side waits for the weights"):
@@ -169,9 +175,13 @@ PROGRAMS = {
         "batch recorded on main": "freed in use",
     },
     read_back: {"host waits for the result": "unordered read after write: aten::sum on the host"},
-    read_as_list: {"host waits for the list": "unordered read after write: sim::host_reads on the host"},
+    read_as_list: {
+        "host waits for the list": "unordered read after write: sim::host_reads on the host"
+    },
     poll: {"host asks until it is there": "unordered read after write: aten::eq on the host"},
-    look_at_device_memory: {"host waits for the device": "unordered read after write: aten::sum on the host"},
+    look_at_device_memory: {
+        "host waits for the device": "unordered read after write: aten::sum on the host"
+    },
     pass_on: {
         "main waits for the first device": "unordered read after write: copy to device",
         "value recorded on main": "freed in use",
@@ -186,7 +196,9 @@ PROGRAMS = {
 
 
 def hazards_of(program: Callable[[Keep], None], without: str | None) -> list[str]:
-    """The hazards of a program with one line left out. Values are right either way: that is the point."""
+    """The hazards of a program with one line left out. Values are right either way: that is the
+    point.
+    """
     torch.accelerator.synchronize(0)
     sim.hazards()
     left_out = []
@@ -272,7 +284,9 @@ class Step:
 
 @st.composite
 def steps(draw: st.DrawFn) -> Step:
-    kind = draw(st.sampled_from(["use", "use", "use", "host", "record", "wait", "wait", "synchronize"]))
+    kind = draw(
+        st.sampled_from(["use", "use", "use", "host", "record", "wait", "wait", "synchronize"])
+    )
     low = draw(st.integers(0, CELLS - 1))
     return Step(
         kind,
@@ -286,7 +300,9 @@ def steps(draw: st.DrawFn) -> Step:
 
 def conflicts_by_model(program: list[Step]) -> list[bool]:
     """For each step: does it conflict with an earlier one that is not ordered before it?"""
-    before: list[set[int]] = []  # of each step, all steps that are certainly complete when it starts
+    before: list[
+        set[int]
+    ] = []  # of each step, all steps that are certainly complete when it starts
     streams: list[set[int]] = [set() for _ in range(STREAMS)]
     host: set[int] = set()
     events: dict[int, set[int]] = {}
@@ -333,7 +349,10 @@ def conflicts_by_checker(program: list[Step]) -> list[bool]:
     for step in program:
         part = buffer[step.low : step.high]
         if step.kind == "use":
-            with streams[step.stream], sim.kernel("use", *([], [part]) if step.write else ([part], [])):
+            with (
+                streams[step.stream],
+                sim.kernel("use", *([], [part]) if step.write else ([part], [])),
+            ):
                 pass
         elif step.kind == "host":
             view = sim.host_view(part)

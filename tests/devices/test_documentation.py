@@ -12,7 +12,13 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def test_the_example_shows_its_hazard(sim_machine):
     page = (ROOT / "docs" / "devices.md").read_text()
-    (example,) = (block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "sim.load" in block)
+    (example,) = (
+        block
+        for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+        if "sim.load" in block
+    )
     expected = [line.removeprefix("# ") for line in example.splitlines() if line.startswith("# ")]
-    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.splitlines()[:1] == expected

@@ -1,4 +1,6 @@
-"""What torch documents of `nn.DataParallel`, on simulated devices: ours gives what torch's own class gives."""
+"""What torch documents of `nn.DataParallel`, on simulated devices: ours gives what torch's own
+class gives.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def plain(model: Any) -> Any:
 
 
 def even(model: Any) -> Any:
-    return model(batch(6))  # torch's chunks of 7 are 3, 3, 1, ours 3, 2, 2: losses of shares would differ
+    return model(
+        batch(6)
+    )  # torch's chunks of 7 are 3, 3, 1, ours 3, 2, 2: losses of shares would differ
 
 
 def keywords_only(model: Any) -> Any:
@@ -122,7 +126,11 @@ def compare(machine: Machine, name: str) -> None:
 
 
 def results(
-    machine: Machine, data_parallel: Any, use: Callable[[Any], Any], options: dict[str, Any], how: str
+    machine: Machine,
+    data_parallel: Any,
+    use: Callable[[Any], Any],
+    options: dict[str, Any],
+    how: str,
 ) -> dict[str, Any]:
     """Everything a user can see after a forward and a backward."""
     torch.manual_seed(0)
@@ -135,10 +143,16 @@ def results(
         flat: dict[str, Any] = {}
         output = use(model)
         collect("out", output, flat)
-        leaves = [value for value in flat.values() if isinstance(value, Tensor) and value.requires_grad]
+        leaves = [
+            value for value in flat.values() if isinstance(value, Tensor) and value.requires_grad
+        ]
         if leaves:
-            torch.stack([leaf.square().sum().to(leaves[0].device) for leaf in leaves]).sum().backward()
-    seen = {key: value.detach() if isinstance(value, Tensor) else value for key, value in flat.items()}
+            torch.stack(
+                [leaf.square().sum().to(leaves[0].device) for leaf in leaves]
+            ).sum().backward()
+    seen = {
+        key: value.detach() if isinstance(value, Tensor) else value for key, value in flat.items()
+    }
     seen |= {f"grad of {name}": parameter.grad for name, parameter in module.named_parameters()}
     seen |= {f"state {name}": value for name, value in model.state_dict().items()}
     return seen

@@ -1,4 +1,6 @@
-"""DataParallel's thread executor beyond the matrix: losses, errors, dropout, parameters changed in other ways."""
+"""DataParallel's thread executor beyond the matrix: losses, errors, dropout, parameters changed in
+other ways.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,13 @@ def test_losses_errors_and_replaced_parameters(sim_machine):
                 torch.testing.assert_close(loss.cpu(), expected, rtol=1e-12, atol=0)
                 loss.backward()
                 expected.backward()
-                torch.testing.assert_close(module.net.weight.grad.cpu(), bare.net.weight.grad, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(
+                    module.net.weight.grad.cpu(), bare.net.weight.grad, rtol=1e-12, atol=1e-15
+                )
                 bare.net.weight = nn.Parameter(torch.full((2, 4), 0.5, dtype=torch.float64))
-                module.net.weight.data = torch.full((2, 4), 0.5, dtype=torch.float64).to(machine.device(0))
+                module.net.weight.data = torch.full((2, 4), 0.5, dtype=torch.float64).to(
+                    machine.device(0)
+                )
             module.fails = True
             with pytest.raises(KeyError, match="second device") as caught:
                 model(x)
@@ -74,7 +80,9 @@ class Words(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(9, 4, sparse=True).double()
-        self.register_buffer("scale", torch.linspace(1, 2, 4, dtype=torch.float64, requires_grad=True))
+        self.register_buffer(
+            "scale", torch.linspace(1, 2, 4, dtype=torch.float64, requires_grad=True)
+        )
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         return (self.table(words) * self.scale).sum(1)
@@ -96,10 +104,16 @@ def test_sparse_gradients_and_buffers_that_require_one(sim_machine):
                 bare(words).square().sum().backward()
                 found, expected = module.table.weight.grad, bare.table.weight.grad
                 assert found.is_sparse
-                torch.testing.assert_close(found.to_dense().cpu(), expected.to_dense(), rtol=1e-12, atol=1e-15)
-                torch.testing.assert_close(module.scale.grad.cpu(), bare.scale.grad, rtol=1e-12, atol=1e-15)
+                torch.testing.assert_close(
+                    found.to_dense().cpu(), expected.to_dense(), rtol=1e-12, atol=1e-15
+                )
+                torch.testing.assert_close(
+                    module.scale.grad.cpu(), bare.scale.grad, rtol=1e-12, atol=1e-15
+                )
                 for each in (bare, module):
-                    each.scale.data.mul_(0.5)  # replicas follow, though nothing but the memory tells of it
+                    each.scale.data.mul_(
+                        0.5
+                    )  # replicas follow, though nothing but the memory tells of it
 
     sim_machine.on_devices(body)
 
@@ -154,7 +168,9 @@ def test_parameters_without_a_shape_are_refused(sim_machine):
 
         module = nn.LazyLinear(2, device=machine.device(0))
         with paceline.DataParallel(module) as model:
-            with pytest.raises(ValueError, match=r"uninitialized parameter.*LazyLinear.*dummy forward"):
+            with pytest.raises(
+                ValueError, match=r"uninitialized parameter.*LazyLinear.*dummy forward"
+            ):
                 model(torch.ones(4, 3))
             module(torch.ones(4, 3).to(machine.device(0)))
             assert model(torch.ones(4, 3)).shape == (4, 2)

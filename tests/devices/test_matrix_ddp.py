@@ -1,4 +1,6 @@
-"""DistributedDataParallel on devices: values of the CPU, no ordering hazards, work and memory where they belong."""
+"""DistributedDataParallel on devices: values of the CPU, no ordering hazards, work and memory where
+they belong.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +38,16 @@ def test_training(machine, needs, implementation, name):
 
 @pytest.mark.parametrize("name", ["device_ids", "two devices", "own communication hook"])
 def test_without_its_waits_training_has_hazards(sim_machine, implementation, name):
-    """The zero of the other test is earned: the checker sees the order this implementation asks for."""
+    """The zero of the other test is earned: the checker sees the order this implementation asks
+    for.
+    """
     for found in sim_machine.on_ranks(WORLD, hazards_without_waits, implementation, name):
         assert found
 
 
-def hazards_without_waits(machine: Machine, rank: int, world: int, implementation: str, name: str) -> list[str]:
+def hazards_without_waits(
+    machine: Machine, rank: int, world: int, implementation: str, name: str
+) -> list[str]:
     from tests import sim
 
     count = SCENARIOS[name].devices_per_rank
@@ -53,7 +59,9 @@ def hazards_without_waits(machine: Machine, rank: int, world: int, implementatio
     return machine.hazards()
 
 
-def train_and_check(machine: Machine, rank: int, world: int, implementation: str, name: str) -> dict[str, torch.Tensor]:
+def train_and_check(
+    machine: Machine, rank: int, world: int, implementation: str, name: str
+) -> dict[str, torch.Tensor]:
     scenario = SCENARIOS[name]
     count = scenario.devices_per_rank
     indices = range(rank * count, (rank + 1) * count)
@@ -83,14 +91,22 @@ def assert_same_state(scenario: Scenario, module: Any, expected: Any, rank: int)
         assert error <= limit, f"{key}: off by {error:g}, at most {limit:g} allowed"
 
 
-def assert_memory_as_planned(machine: Machine, scenario: Scenario, model: Any, indices: range) -> None:
-    """Each device holds its own parameters, their gradients and their buckets, and nothing lies on other devices."""
+def assert_memory_as_planned(
+    machine: Machine, scenario: Scenario, model: Any, indices: range
+) -> None:
+    """Each device holds its own parameters, their gradients and their buckets, and nothing lies on
+    other devices.
+    """
     for index in range(torch.accelerator.device_count()):
         allocated = torch.accelerator.memory_allocated(index)
         if index not in indices:
             assert allocated == 0, f"{allocated} bytes on device {index}, which is another rank's"
         elif machine.simulated:  # CUDA's libraries take working memory from the same pool
-            own = [p for p in model.parameters() if p.device.type != "cpu" and p.device.index == index]
+            own = [
+                p for p in model.parameters() if p.device.type != "cpu" and p.device.index == index
+            ]
             parameters = sum(p.numel() * p.element_size() for p in own)
             plan = scenario.parameter_copies * parameters
-            assert parameters < allocated <= plan + SLACK_BYTES, f"device {index}: {allocated} bytes, planned {plan}"
+            assert parameters < allocated <= plan + SLACK_BYTES, (
+                f"device {index}: {allocated} bytes, planned {plan}"
+            )

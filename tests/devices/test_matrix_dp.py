@@ -1,4 +1,6 @@
-"""DataParallel with threads on 2 to 4 devices: values of the CPU, no ordering hazards, work and memory everywhere."""
+"""DataParallel with threads on 2 to 4 devices: values of the CPU, no ordering hazards, work and
+memory everywhere.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Case:
     skipped: ClassVar[dict[str, str]] = {}  # implementation: why it cannot be tried
 
     def module(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+        )
 
     def options(self, count: int) -> dict[str, Any]:
         return {}
@@ -38,7 +42,9 @@ class Case:
         return self.module().double()
 
     def batch(self, step: int) -> Tensor:
-        return torch.randn(self.rows, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        return torch.randn(
+            self.rows, 8, generator=torch.Generator().manual_seed(step), dtype=torch.float64
+        )
 
     def forward(self, model: nn.Module, batch: Tensor) -> Tensor:
         return model(batch)
@@ -75,7 +81,9 @@ class Buffers(Case):
     """Statistics are those of the first replica's share, as torch documents."""
 
     def module(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4))
+        return nn.Sequential(
+            nn.Linear(8, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh(), nn.Linear(WIDTH, 4)
+        )
 
     def train_by_hand(self, count: int) -> tuple[nn.Module, Tensor]:
         module = self.initial()
@@ -84,7 +92,9 @@ class Buffers(Case):
             shares = self.batch(step).chunk(count)
             replicas = [module, *(copy.deepcopy(module) for _ in shares[1:])]
             optimizer.zero_grad()
-            output = torch.cat([replica(share) for replica, share in zip(replicas, shares, strict=True)])
+            output = torch.cat(
+                [replica(share) for replica, share in zip(replicas, shares, strict=True)]
+            )
             output.square().mean().backward()
             for replica in replicas[1:]:
                 for own, other in zip(module.parameters(), replica.parameters(), strict=True):
@@ -133,7 +143,9 @@ class _LastOfLstm(nn.Module):
 
 class Autocast(Case):
     relative_error = 0.05
-    skipped: ClassVar = {"stock": "torch's parallel_apply carries neither this autocast nor its dtype into its threads"}
+    skipped: ClassVar = {
+        "stock": "torch's parallel_apply carries neither this autocast nor its dtype into its threads"
+    }
 
     def initial(self) -> nn.Module:
         return super().initial().float()
@@ -188,7 +200,9 @@ def test_inputs_from_anywhere(machine, needs, implementation, start):
 
 @pytest.mark.parametrize("kind", ["waits", "record_stream"])
 def test_without_its_ordering_a_forward_has_hazards(sim_machine, implementation, kind):
-    """The zero of the other tests is earned: the checker sees the order this implementation asks for."""
+    """The zero of the other tests is earned: the checker sees the order this implementation asks
+    for.
+    """
     assert sim_machine.on_devices(hazards_without, implementation, kind)
 
 
@@ -225,7 +239,9 @@ def train_and_check(machine: Machine, implementation: str, name: str, count: int
         for key, value in module.state_dict().items():
             assert_close(value, expected.state_dict()[key], case.relative_error, key)
         machine.assert_worked(set(range(case.devices_used(count))))
-        if machine.simulated:  # CUDA counts no threads, and its libraries take working memory from the same pool
+        if (
+            machine.simulated
+        ):  # CUDA counts no threads, and its libraries take working memory from the same pool
             assert_threads(case.devices_used(count))
             assert_memory_as_planned(module, count)
 
@@ -257,7 +273,9 @@ def assert_memory_as_planned(module: nn.Module, count: int) -> None:
 def forward_from(machine: Machine, implementation: str, start: str) -> None:
     case = Case()
     batch = case.batch(0)
-    given = {"cpu": batch, "pinned": batch.pin_memory(), "device": batch.to(machine.device(1))}[start]
+    given = {"cpu": batch, "pinned": batch.pin_memory(), "device": batch.to(machine.device(1))}[
+        start
+    ]
     with class_of(implementation) as data_parallel, contextlib.ExitStack() as stack:
         model = data_parallel(case.initial().to(machine.device(0)), device_ids=[0, 1])
         if hasattr(model, "close"):

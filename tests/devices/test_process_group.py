@@ -1,4 +1,6 @@
-"""The stream-ordered process group: right values, right order, and each ordering step missed when it is gone."""
+"""The stream-ordered process group: right values, right order, and each ordering step missed when
+it is gone.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ def test_collectives_give_the_right_values(sim_machine):
         def ramp(*scale: float) -> torch.Tensor:
             return torch.arange(4.0, device=device) * (scale[0] if scale else rank + 1)
 
-        for op, expected in ((dist.ReduceOp.SUM, 3), (dist.ReduceOp.MAX, 2), (dist.ReduceOp.AVG, 1.5)):
+        for op, expected in (
+            (dist.ReduceOp.SUM, 3),
+            (dist.ReduceOp.MAX, 2),
+            (dist.ReduceOp.AVG, 1.5),
+        ):
             value = ramp()
             dist.all_reduce(value, op)
             assert value.tolist() == ramp(expected).tolist()
@@ -48,7 +54,10 @@ def test_collectives_give_the_right_values(sim_machine):
         assert share.tolist() == ramp(3).tolist()[2 * rank : 2 * rank + 2]
         swapped = torch.empty(4, device=device)
         dist.all_to_all_single(swapped, ramp())
-        assert swapped.tolist() == [*ramp(1).tolist()[2 * rank :][:2], *ramp(2).tolist()[2 * rank :][:2]]
+        assert swapped.tolist() == [
+            *ramp(1).tolist()[2 * rank :][:2],
+            *ramp(2).tolist()[2 * rank :][:2],
+        ]
         received = torch.empty(4, device=device)
         requests = [dist.isend(ramp(), 1 - rank), dist.irecv(received, 1 - rank)]
         for request in requests:
@@ -167,7 +176,13 @@ def hazards_with(machine: Machine, rank: int, world: int, group: type, program) 
     return machine.hazards()
 
 
-PROGRAMS = [reduce_and_use, reduce_and_use_by_future, reduce_and_drop, reduce_and_forget, train_stock_ddp]
+PROGRAMS = [
+    reduce_and_use,
+    reduce_and_use_by_future,
+    reduce_and_drop,
+    reduce_and_forget,
+    train_stock_ddp,
+]
 FAULTS = [
     (NoStartAfterCaller, reduce_and_use, "unordered write after write: all_reduce"),
     (WaitThatDoesNot, reduce_and_use, "unordered read after write"),
@@ -181,11 +196,15 @@ FAULTS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.__name__)
 def test_the_good_group_has_no_hazards(sim_machine, program):
-    for found in sim_machine.on_ranks(WORLD, hazards_with, process_group.StreamOrderedGroup, program):
+    for found in sim_machine.on_ranks(
+        WORLD, hazards_with, process_group.StreamOrderedGroup, program
+    ):
         assert found == []
 
 
-@pytest.mark.parametrize(("group", "program", "kind"), FAULTS, ids=lambda part: getattr(part, "__name__", ""))
+@pytest.mark.parametrize(
+    ("group", "program", "kind"), FAULTS, ids=lambda part: getattr(part, "__name__", "")
+)
 def test_a_faulty_group_is_found(sim_machine, group, program, kind):
     for found in sim_machine.on_ranks(WORLD, hazards_with, group, program):
         assert any(hazard.startswith(kind) for hazard in found), found

@@ -16,7 +16,10 @@ from tests.sim import build
 
 # name -> (module, input)
 MODELS = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), lambda: torch.randn(6, 8)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)),
+        lambda: torch.randn(6, 8),
+    ),
     "convolution": (
         lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.MaxPool2d(2)),
         lambda: torch.randn(4, 3, 8, 8),
@@ -33,9 +36,15 @@ MODELS = {
         lambda: nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
         lambda: torch.randn(3, 4, 8),
     ),
-    "dropout": (lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3)), lambda: torch.randn(6, 8)),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3)),
+        lambda: torch.randn(6, 8),
+    ),
     "embedding": (lambda: nn.Embedding(10, 8), lambda: torch.randint(0, 10, (3, 4))),
-    "sparse embedding": (lambda: nn.Embedding(10, 8, sparse=True), lambda: torch.randint(0, 10, (3, 4))),
+    "sparse embedding": (
+        lambda: nn.Embedding(10, 8, sparse=True),
+        lambda: torch.randint(0, 10, (3, 4)),
+    ),
 }
 OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.01, momentum=0.9),
@@ -47,9 +56,16 @@ def trained(model: str, optimizer: str, device: str) -> list[torch.Tensor]:
     make, make_input = MODELS[model]
     torch.manual_seed(0)
     given = make_input()
-    module, given = make().double().to(device), (given.double() if given.is_floating_point() else given).to(device)
+    module, given = (
+        make().double().to(device),
+        (given.double() if given.is_floating_point() else given).to(device),
+    )
     sparse = model == "sparse embedding"
-    steps = torch.optim.SparseAdam(list(module.parameters())) if sparse else OPTIMIZERS[optimizer](module.parameters())
+    steps = (
+        torch.optim.SparseAdam(list(module.parameters()))
+        if sparse
+        else OPTIMIZERS[optimizer](module.parameters())
+    )
     torch.manual_seed(1)
     for _ in range(2):
         steps.zero_grad()
@@ -67,7 +83,9 @@ def test_training_gives_the_values_of_the_cpu(sim_machine, optimizer):
             for found, expected in zip(
                 trained(model, optimizer, "sim:2"), trained(model, optimizer, "cpu"), strict=True
             ):
-                torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=model: f"{at}: {m}")
+                torch.testing.assert_close(
+                    found, expected, rtol=1e-9, atol=1e-9, msg=lambda m, at=model: f"{at}: {m}"
+                )
 
     sim_machine.on_devices(body)
 
@@ -98,7 +116,9 @@ def test_every_device_has_its_own_random_numbers(sim_machine):
         torch.manual_seed(3)
         first, again = torch.randn(4, device="sim:0"), torch.randn(4, device="sim:0")
         assert first.tolist() != again.tolist()
-        assert torch.randn(4, device="sim:1").tolist() == first.tolist()  # untouched by what sim:0 drew
+        assert (
+            torch.randn(4, device="sim:1").tolist() == first.tolist()
+        )  # untouched by what sim:0 drew
         state = torch.sim.get_rng_state("sim:1")
         drawn = torch.rand(3, device="sim:1")
         torch.sim.set_rng_state(state, "sim:1")
@@ -203,7 +223,9 @@ def test_checkpointing_repeats_the_random_numbers(sim_machine, reentrant):
 def test_sparse_tensors(sim_machine):
     def body(machine: Machine) -> None:
         with torch.sparse.check_sparse_tensor_invariants():
-            entries = torch.sparse_coo_tensor([[0, 1, 1], [0, 1, 1]], [1.0, 2.0, 3.0], (2, 2)).to("sim:1")
+            entries = torch.sparse_coo_tensor([[0, 1, 1], [0, 1, 1]], [1.0, 2.0, 3.0], (2, 2)).to(
+                "sim:1"
+            )
             assert entries.device == torch.device("sim:1")
             assert entries.coalesce()._nnz() == 2
             assert (entries + entries).mul_(2).to_dense().tolist() == [[4, 0], [0, 20]]
@@ -273,7 +295,9 @@ def test_processes_that_ask_at_once_build_once(tmp_path):
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch):
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(build.SimUnavailable, match=r"no C.. compiler: 'no-such-compiler' is not on PATH"):
+    with pytest.raises(
+        build.SimUnavailable, match=r"no C.. compiler: 'no-such-compiler' is not on PATH"
+    ):
         build.library()
 
 

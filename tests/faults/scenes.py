@@ -40,7 +40,9 @@ class Report:
 
 
 def event_file() -> pathlib.Path:
-    """Where the struck rank writes when it happened. `time.monotonic` is one clock for all processes."""
+    """Where the struck rank writes when it happened. `time.monotonic` is one clock for all
+    processes.
+    """
     return pathlib.Path(os.environ[RENDEZVOUS] + ".event")
 
 
@@ -68,7 +70,9 @@ def exit_with(code: int) -> Callable[[], None]:
 
 
 def native_left_over() -> tuple[str, ...]:
-    """Mappings, descriptors and threads of the engine that this process still has, after a grace for ending threads."""
+    """Mappings, descriptors and threads of the engine that this process still has, after a grace
+    for ending threads.
+    """
     deadline = time.monotonic() + 2.0
     while (found := _mappings() + _descriptors() + _threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -76,7 +80,11 @@ def native_left_over() -> tuple[str, ...]:
 
 
 def _mappings() -> list[str]:
-    return [line for line in pathlib.Path("/proc/self/maps").read_text().splitlines() if "memfd:paceline" in line]
+    return [
+        line
+        for line in pathlib.Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:paceline" in line
+    ]
 
 
 def _descriptors() -> list[str]:
@@ -109,8 +117,18 @@ def report_of(call: Callable[[], Any]) -> Report:
     except PacelineError as error:
         now = time.monotonic()
         event, victim_pid = event_file().read_text().split()
-        facts = {name: getattr(error, name) for name in ("rank", "pid", "exitcode", "missing") if hasattr(error, name)}
-        report = Report(type(error).__name__, str(error), now - float(event), victim_pid=int(victim_pid), **facts)
+        facts = {
+            name: getattr(error, name)
+            for name in ("rank", "pid", "exitcode", "missing")
+            if hasattr(error, name)
+        }
+        report = Report(
+            type(error).__name__,
+            str(error),
+            now - float(event),
+            victim_pid=int(victim_pid),
+            **facts,
+        )
     else:
         raise AssertionError("the call succeeded although a peer was gone")
     dist.destroy_process_group()
@@ -128,7 +146,8 @@ def strike(
 ) -> list[Outcome]:
     """Run `call(rank, victim)` on all ranks but the victim, which is struck while they wait for it.
 
-    With `during` the victim makes the call too, over and over, and is struck in the middle by a thread.
+    With `during` the victim makes the call too, over and over, and is struck in the middle by a
+    thread.
     """
 
     def body(rank: int, world: int) -> Report | None:
@@ -154,8 +173,12 @@ def survivors(outcomes: list[Outcome], victim: int) -> dict[int, Report]:
     for outcome in outcomes:
         if outcome.rank == victim:
             continue
-        assert outcome.error is None, f"rank {outcome.rank}: {outcome.error!r} {outcome.error.__notes__}"
-        assert outcome.value.left_over == (), f"rank {outcome.rank} left behind {outcome.value.left_over}"
+        assert outcome.error is None, (
+            f"rank {outcome.rank}: {outcome.error!r} {outcome.error.__notes__}"
+        )
+        assert outcome.value.left_over == (), (
+            f"rank {outcome.rank} left behind {outcome.value.left_over}"
+        )
         found[outcome.rank] = outcome.value
     return found
 
@@ -195,7 +218,9 @@ def recv(rank: int, victim: int) -> None:
 
 
 def send(rank: int, victim: int) -> None:
-    dist.send(torch.empty(1_000_000), dst=victim)  # more than fits on the way: waits for the receiver
+    dist.send(
+        torch.empty(1_000_000), dst=victim
+    )  # more than fits on the way: waits for the receiver
 
 
 def async_all_reduce(rank: int, victim: int) -> None:

@@ -1,4 +1,6 @@
-"""DataParallel when things go wrong: exceptions, killed workers, interrupts, and every way to leave the program."""
+"""DataParallel when things go wrong: exceptions, killed workers, interrupts, and every way to leave
+the program.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,9 @@ def test_a_worker_killed_between_steps():
 
 
 def test_workers_do_not_collect_the_garbage_of_the_main_process():
-    """It may be a process group, say: whose end waits for threads that a forked process does not have."""
+    """It may be a process group, say: whose end waits for threads that a forked process does not
+    have.
+    """
     collected, main = mmap.mmap(-1, 1), os.getpid()
 
     class Cycle:
@@ -171,7 +175,10 @@ def test_a_worker_that_does_not_answer():
                 time.sleep(60)
             return x
 
-    with DataParallel(Stuck(os.getpid()), workers=2, timeout=0.3) as model, pytest.raises(CollectiveTimeout):
+    with (
+        DataParallel(Stuck(os.getpid()), workers=2, timeout=0.3) as model,
+        pytest.raises(CollectiveTimeout),
+    ):
         model(torch.randn(4, 2))
 
 
@@ -235,7 +242,10 @@ print(*model.worker_pids, flush=True)
         ("os._exit(4)", 4),
         ("os.kill(os.getpid(), 9)", -9),
         ("model.module.forward = None; model.close(); print('closed')", 0),
-        ("__import__('threading').Thread(target=lambda: os.kill(os.getpid(), 2)).start(); time.sleep(30)", None),
+        (
+            "__import__('threading').Thread(target=lambda: os.kill(os.getpid(), 2)).start(); time.sleep(30)",
+            None,
+        ),
     ],
 )
 def test_every_way_to_leave_leaves_nothing(how, code):
@@ -257,7 +267,9 @@ def test_every_way_to_leave_leaves_nothing(how, code):
 
 def _runs(pid: int) -> bool:
     with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        return (
+            pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        )
     return False
 
 

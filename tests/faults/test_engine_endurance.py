@@ -77,7 +77,9 @@ def _lose_one_after_the_other(rank, world, seed, log):
             threading.Timer(delay, scenes.die_by(signal.SIGKILL)).start()
         choice = random.Random(plan.random())
 
-        report = report_of(functools.partial(_calls_without_end, members.index(rank), len(members), choice))
+        report = report_of(
+            functools.partial(_calls_without_end, members.index(rank), len(members), choice)
+        )
         with open(f"{log}.{rank}", "ab") as file:  # a later victim takes nothing back with it
             pickle.dump((members.index(victim), report), file)
         members.remove(victim)
@@ -96,20 +98,29 @@ def test_fifty_kills_at_random_moments(tmp_path):
     kills = named = 0
     for run in range(RUNS):
         seed, log = random.randrange(2**32), tmp_path / str(run)
-        outcomes = run_ranks(RANKS, _lose_one_after_the_other, seed, str(log), check=False, timeout=120)
+        outcomes = run_ranks(
+            RANKS, _lose_one_after_the_other, seed, str(log), check=False, timeout=120
+        )
         killed = [outcome for outcome in outcomes if outcome.exitcode == -signal.SIGKILL]
         (last,) = [outcome for outcome in outcomes if outcome not in killed]
-        assert last.error is None, f"run {run}, seed {seed}: {last.error!r} {getattr(last.error, '__notes__', '')}"
+        assert last.error is None, (
+            f"run {run}, seed {seed}: {last.error!r} {getattr(last.error, '__notes__', '')}"
+        )
         kills += len(killed)
         reports = list(_reports(log))
-        assert len(reports) == sum(range(RANKS))  # five survivors of the first kill, four of the second, ...
+        assert len(reports) == sum(
+            range(RANKS)
+        )  # five survivors of the first kill, four of the second, ...
         for victim, report in reports:
             assert report.error == "PeerLost", f"seed {seed}: {report}"
             assert report.took_s < DETECTION_S, f"seed {seed}: {report}"
             assert report.left_over == (), f"seed {seed}: {report}"
-            # A rank that waits for a message of a neighbour who has given up already names that neighbour.
+            # A rank that waits for a message of a neighbour who has given up already names that
+            # neighbour.
             if report.rank == victim:
-                assert (report.pid, report.exitcode) == (report.victim_pid, -signal.SIGKILL), f"seed {seed}: {report}"
+                assert (report.pid, report.exitcode) == (report.victim_pid, -signal.SIGKILL), (
+                    f"seed {seed}: {report}"
+                )
                 named += 1
             else:
                 assert "left the group" in report.message, f"seed {seed}: {report}"
@@ -118,17 +129,25 @@ def test_fifty_kills_at_random_moments(tmp_path):
 
 
 def _many_small_allreduces(rank, world, calls):
-    """Every result is checked; ranks pause at random, so that each way of waiting and waking is used."""
+    """Every result is checked; ranks pause at random, so that each way of waiting and waking is
+    used.
+    """
     import ctypes as C
 
     from torch.distributed import FileStore
 
-    from paceline.shm.communicator import Communicator
+    from paceline.core.communicator import Communicator
 
     store = FileStore(os.environ[RENDEZVOUS], world)
     comm = Communicator.join(store, rank, range(world), timedelta(seconds=60))
     data = (C.c_int64 * 8)()
-    address, mine, allreduce, int64, total = C.addressof(data), random.Random(rank), comm.allreduce, 7, 0
+    address, mine, allreduce, int64, total = (
+        C.addressof(data),
+        random.Random(rank),
+        comm.allreduce,
+        7,
+        0,
+    )
     start = time.monotonic()
     for i in range(calls):
         data[0], data[7] = i + rank, -rank * i

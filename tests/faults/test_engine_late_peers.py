@@ -74,7 +74,9 @@ def test_abort_by_one_rank_ends_every_wait():
             dist.distributed_c10d._get_default_group().abort()
             time.sleep(0.5)
             return None
-        return scenes.report_of(lambda: (scenes.all_reduce if rank == 0 else scenes.async_all_reduce)(rank, 2))
+        return scenes.report_of(
+            lambda: (scenes.all_reduce if rank == 0 else scenes.async_all_reduce)(rank, 2)
+        )
 
     for report in survivors(run_ranks(3, body, check=False), 2).values():
         assert report.error == "GroupAborted"
@@ -154,22 +156,38 @@ def test_every_field_of_a_call_is_compared_and_the_group_lives_on():
         odd = rank == 1
         ten, out = torch.ones(10), [torch.empty(10) for _ in range(world)]
         cases = {
-            "kind": (lambda: dist.barrier() if odd else dist.all_reduce(ten), "all_reduce of 10 float32", "barrier"),
+            "kind": (
+                lambda: dist.barrier() if odd else dist.all_reduce(ten),
+                "all_reduce of 10 float32",
+                "barrier",
+            ),
             "dtype": (
-                lambda: dist.all_reduce(torch.ones(10, dtype=torch.int32 if odd else torch.float32)),
+                lambda: dist.all_reduce(
+                    torch.ones(10, dtype=torch.int32 if odd else torch.float32)
+                ),
                 "of 10 float32",
                 "of 10 int32",
             ),
-            "count": (lambda: dist.all_reduce(torch.ones(11 if odd else 10)), "of 10 float32", "of 11 float32"),
+            "count": (
+                lambda: dist.all_reduce(torch.ones(11 if odd else 10)),
+                "of 10 float32",
+                "of 11 float32",
+            ),
             "count, far apart": (
                 lambda: dist.all_reduce(torch.ones(1_000_000 if odd else 10)),
                 "of 10 float32",
                 "of 1000000 float32",
             ),
-            "op": (lambda: dist.all_reduce(ten, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM), "SUM", "MAX"),
+            "op": (
+                lambda: dist.all_reduce(ten, op=dist.ReduceOp.MAX if odd else dist.ReduceOp.SUM),
+                "SUM",
+                "MAX",
+            ),
             "root": (lambda: dist.broadcast(ten, src=1 if odd else 0), "root 0", "root 1"),
             "element type of moved data": (
-                lambda: dist.broadcast(torch.ones(10, dtype=torch.int32 if odd else torch.float32), src=0),
+                lambda: dist.broadcast(
+                    torch.ones(10, dtype=torch.int32 if odd else torch.float32), src=0
+                ),
                 "(float32)",
                 "(int32)",
             ),
@@ -179,7 +197,9 @@ def test_every_field_of_a_call_is_compared_and_the_group_lives_on():
                 "all_gather of 36 bytes",
             ),
             "blocks": (
-                lambda: dist.reduce_scatter(torch.empty(8 if odd else 10), [torch.ones(8 if odd else 10)] * world),
+                lambda: dist.reduce_scatter(
+                    torch.empty(8 if odd else 10), [torch.ones(8 if odd else 10)] * world
+                ),
                 "reduce_scatter of 30 float32",
                 "reduce_scatter of 24 float32",
             ),
@@ -220,7 +240,9 @@ def test_a_message_of_another_size_is_a_mismatch_and_the_channel_lives_on(length
         nbytes = 4 * length
         if rank == 0:
             refused = pytest.raises(MismatchError, match=f"sent {nbytes} bytes, rank 1 expected 44")
-            with refused if length > 10 else contextlib.nullcontext():  # a short one is gone before anybody looks
+            with (
+                refused if length > 10 else contextlib.nullcontext()
+            ):  # a short one is gone before anybody looks
                 dist.send(torch.ones(length), dst=1)
             dist.send(torch.full((5,), 7.0), dst=1)
         else:

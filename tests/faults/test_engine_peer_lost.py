@@ -1,4 +1,6 @@
-"""A peer that dies, exits or leaves while others wait for it: all of them say so, in time, and clean up."""
+"""A peer that dies, exits or leaves while others wait for it: all of them say so, in time, and
+clean up.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ def assert_lost(reports, victim, exitcode):
     for rank, report in reports.items():
         assert report.error == "PeerLost", f"rank {rank}: {report}"
         assert report.took_s < DETECTION_S, f"rank {rank}: {report}"
-        assert (report.rank, report.pid, report.exitcode) == (victim, report.victim_pid, exitcode), report
+        assert (report.rank, report.pid, report.exitcode) == (
+            victim,
+            report.victim_pid,
+            exitcode,
+        ), report
         assert f"rank {victim} (pid {report.victim_pid})" in report.message
 
 
@@ -60,8 +66,12 @@ def test_death_is_noticed_in_every_kind_of_call(call):
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_death_in_the_middle_of_a_large_all_reduce(world):
-    """Both ways of moving large tensors are used by then: whoever reads the victim's memory finds it gone."""
-    outcomes = strike(world, 1, scenes.die_by(signal.SIGKILL), scenes.large_all_reduces, during=True)
+    """Both ways of moving large tensors are used by then: whoever reads the victim's memory finds
+    it gone.
+    """
+    outcomes = strike(
+        world, 1, scenes.die_by(signal.SIGKILL), scenes.large_all_reduces, during=True
+    )
     assert_lost(survivors(outcomes, 1), 1, -signal.SIGKILL)
 
 
@@ -166,8 +176,8 @@ def test_a_rank_that_cannot_join_fails_all_and_leaves_nothing_mapped():
     def body(rank, world):
         import torch.distributed as dist
 
+        from paceline.core import rendezvous
         from paceline.errors import NativeError
-        from paceline.shm import rendezvous
 
         scenes.remember_threads()
         if rank == 1:
@@ -217,11 +227,13 @@ def test_death_while_a_group_is_made_is_noticed_long_before_the_time_limit(victi
     """The victim has told its pid, and no more; the others wait for it to open the memory."""
 
     def body(rank, world):
+        from paceline.core import communicator
         from paceline.errors import PeerLost
-        from paceline.shm import communicator
 
         if rank == victim:
-            communicator.Communicator.join = lambda *args, **options: scenes.die_by(signal.SIGKILL)()
+            communicator.Communicator.join = lambda *args, **options: scenes.die_by(
+                signal.SIGKILL
+            )()
         try:
             init_group("paceline", timeout=scenes.GROUP_TIMEOUT)
         except PeerLost as error:

@@ -1,4 +1,6 @@
-"""Whatever goes wrong under `paceline run`: the right exit code, the right last line, no process left."""
+"""Whatever goes wrong under `paceline run`: the right exit code, the right last line, no process
+left.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_a_rank_that_raises_is_last_on_screen_and_the_others_stop(tmp_path):
     assert lines[-1].endswith("failed first: ValueError: no such sample; 2 others stopped")
     assert lines[-2] == "[1] ValueError: no such sample"
     assert "[1] Traceback (most recent call last):" in lines
-    assert not any("paceline/launch" in line for line in lines), "frames of the launcher are no news to the user"
+    assert not any("paceline/launch" in line for line in lines), (
+        "frames of the launcher are no news to the user"
+    )
 
 
 def test_the_first_in_time_is_named_although_it_ends_last(tmp_path):
@@ -65,9 +69,13 @@ def test_the_first_in_time_is_named_although_it_ends_last(tmp_path):
     assert "failed later: ConnectionError: peer closed" in job.stderr
 
 
-@pytest.mark.parametrize(("ending", "code"), [("os._exit(3)", 3), ("sys.exit(7)", 7), ("sys.exit('no data')", 1)])
+@pytest.mark.parametrize(
+    ("ending", "code"), [("os._exit(3)", 3), ("sys.exit(7)", 7), ("sys.exit('no data')", 1)]
+)
 def test_the_exit_code_is_kept(tmp_path, ending, code):
-    script = write_script(tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(60)\n")
+    script = write_script(
+        tmp_path, f"import os, sys, time\nif os.environ['RANK'] == '1': {ending}\ntime.sleep(60)\n"
+    )
     found, job = _run(script)
     assert found == code
     assert "rank 1" in job.last_line
@@ -77,7 +85,8 @@ def test_the_exit_code_is_kept(tmp_path, ending, code):
 
 def test_a_killed_rank_gives_128_plus_the_signal(tmp_path):
     script = write_script(
-        tmp_path, "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n"
+        tmp_path,
+        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n",
     )
     code, job = _run(script)
     assert code == 137
@@ -86,7 +95,9 @@ def test_a_killed_rank_gives_128_plus_the_signal(tmp_path):
 
 
 def test_a_crash_shows_the_python_line_it_happened_in(tmp_path):
-    script = write_script(tmp_path, "import ctypes\ndef into_nowhere():\n    ctypes.string_at(0)\ninto_nowhere()\n")
+    script = write_script(
+        tmp_path, "import ctypes\ndef into_nowhere():\n    ctypes.string_at(0)\ninto_nowhere()\n"
+    )
     code, job = _run(script, ranks=1)
     assert code == 128 + signal.SIGSEGV
     assert "into_nowhere" in job.stderr
@@ -108,7 +119,9 @@ WITH_CHILDREN = """
 def busy(tmp_path):
     """A job of two ranks, each with two children, that would run for minutes."""
     script = write_script(tmp_path, WITH_CHILDREN)
-    with launched(run_command(script, str(tmp_path), options=("--grace=5",)), start_new_session=True) as job:
+    with launched(
+        run_command(script, str(tmp_path), options=("--grace=5",)), start_new_session=True
+    ) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
         job.rank_pids = [int((tmp_path / f"up-{rank}").read_text()) for rank in (0, 1)]
         assert len(job.processes()) == 8  # launcher, fork server, two ranks with two children each
@@ -117,7 +130,10 @@ def busy(tmp_path):
 
 def _fork_server(job):
     text = subprocess.run(
-        ["ps", "-o", "ppid=", "-p", str(job.rank_pids[0])], capture_output=True, text=True, check=True
+        ["ps", "-o", "ppid=", "-p", str(job.rank_pids[0])],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     return int(text.stdout)
 
@@ -148,7 +164,9 @@ def test_kill_9_of_a_rank_takes_its_children_along(busy):
     assert busy.left_after(0.0) == []
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_a_signal_ends_everything_once_is_enough(busy, number, code):
     os.kill(busy.process.pid, number)
     assert busy.wait() == code
@@ -243,7 +261,9 @@ def test_rank_0_gets_the_standard_input(tmp_path):
 
 
 def test_a_reader_that_has_seen_enough(tmp_path):
-    script = write_script(tmp_path, "import itertools\nfor i in itertools.count():\n    print(i, flush=True)\n")
+    script = write_script(
+        tmp_path, "import itertools\nfor i in itertools.count():\n    print(i, flush=True)\n"
+    )
     command = " ".join(run_command(script, options=("--grace=2",)))
     with launched(["bash", "-c", f"{command} | head -n 3; echo ${{PIPESTATUS[0]}}"]) as job:
         assert job.wait() == 0
@@ -278,7 +298,9 @@ _IGNORING = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); os
 def test_a_closed_terminal_ends_everything(tmp_path):
     script = write_script(tmp_path, WITH_CHILDREN)
     ours, theirs = pty.openpty()
-    become_leader = "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); {}"
+    become_leader = (
+        "import os, fcntl, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); {}"
+    )
     command = run_command(script, str(tmp_path), options=("--grace=2",))
     start = become_leader.format(f"os.execv({command[0]!r}, {command!r})")
     with launched([sys.executable, "-c", start], stdin=theirs, stdout=theirs, stderr=theirs) as job:

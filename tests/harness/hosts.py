@@ -1,4 +1,6 @@
-"""Several hosts on one machine, for tests: those of the benchmark, or a skip where they cannot be made."""
+"""Several hosts on one machine, for tests: those of the benchmark, or a skip where they cannot be
+made.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from paceline.cli.benchmarks import simulated_hosts as _simulated
-from paceline.cli.benchmarks.simulated_hosts import enter
+from paceline.bench import simulated_hosts as _simulated
+from paceline.bench.simulated_hosts import enter
 
 __all__ = ["enter", "simulated_hosts"]
 

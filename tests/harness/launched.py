@@ -50,7 +50,10 @@ class Launched:
         found = []
         for entry in pathlib.Path("/proc").iterdir():
             with contextlib.suppress(OSError):
-                if entry.name.isdigit() and f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes():
+                if (
+                    entry.name.isdigit()
+                    and f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes()
+                ):
                     found.append(int(entry.name))
         return found
 
@@ -62,10 +65,24 @@ class Launched:
         return left
 
 
-def run_command(script: pathlib.Path, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()) -> list[str]:
+def run_command(
+    script: pathlib.Path, *arguments: str, ranks: int = 2, options: tuple[str, ...] = ()
+) -> list[str]:
     """`paceline run`; without torch in the image unless the options say so."""
     fast = () if any("--preload" in option for option in options) else ("--preload=",)
-    return [sys.executable, "-m", "paceline", "run", "-n", str(ranks), *fast, *options, "--", str(script), *arguments]
+    return [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "-n",
+        str(ranks),
+        *fast,
+        *options,
+        "--",
+        str(script),
+        *arguments,
+    ]
 
 
 def write_script(folder: pathlib.Path, text: str, name: str = "train.py") -> pathlib.Path:
@@ -75,12 +92,19 @@ def write_script(folder: pathlib.Path, text: str, name: str = "train.py") -> pat
 
 
 @contextlib.contextmanager
-def launched(command: list[str], env: dict[str, str] | None = None, **options: object) -> Iterator[Launched]:
+def launched(
+    command: list[str], env: dict[str, str] | None = None, **options: object
+) -> Iterator[Launched]:
     """Start a program; afterwards end what is left of it, by pid."""
     mark = uuid.uuid4().hex
     environ = {k: v for k, v in os.environ.items() if k not in _NOT_PASSED_ON}
     environ = {**environ, "PYTHONWARNINGS": "error", **(env or {}), _MARK: mark}
-    streams = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    streams = {
+        "stdin": subprocess.DEVNULL,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        **options,
+    }
     # A safe preexec_fn: it makes system calls alone.
     process = subprocess.Popen(command, env=environ, text=True, preexec_fn=_hear_signals, **streams)  # noqa: PLW1509
     job = Launched(process, mark)
@@ -108,5 +132,7 @@ def wait_for_files(*paths: pathlib.Path, timeout: float = 60.0) -> None:
     """Until all exist and are not empty: how a script tells a test how far it is."""
     deadline = time.monotonic() + timeout
     while not all(path.exists() and path.stat().st_size for path in paths):
-        assert time.monotonic() < deadline, f"none of {[str(p) for p in paths if not p.exists()]} after {timeout} s"
+        assert time.monotonic() < deadline, (
+            f"none of {[str(p) for p in paths if not p.exists()]} after {timeout} s"
+        )
         time.sleep(0.02)

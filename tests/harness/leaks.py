@@ -1,4 +1,6 @@
-"""What a test may not leave behind: a child process, a thread, an environment variable, shared memory."""
+"""What a test may not leave behind: a child process, a thread, an environment variable, shared
+memory.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,15 @@ import threading
 import time
 
 # Set by libraries on first use, once per process: not a test's doing.
-_TOLERATED_VARIABLES = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "TORCH_", "HYPOTHESIS_", "COLUMNS", "LINES")
+_TOLERATED_VARIABLES = (
+    "PYTEST_",
+    "KMP_",
+    "TORCHINDUCTOR_",
+    "TORCH_",
+    "HYPOTHESIS_",
+    "COLUMNS",
+    "LINES",
+)
 _SHM = pathlib.Path("/dev/shm")
 GRACE_S = 2.0
 
@@ -25,9 +35,11 @@ def snapshot() -> dict[str, set[str]]:
 
 
 def leaks(before: dict[str, set[str]]) -> list[str]:
-    """What is there now and was not before, and stays for a short grace: some things are just ending.
+    """What is there now and was not before, and stays for a short grace: some things are just
+    ending.
 
-    Only what is there at every look counts: other programs on the machine come and go in shared memory meanwhile.
+    Only what is there at every look counts: other programs on the machine come and go in shared
+    memory meanwhile.
     """
     found = _new_since(before)
     deadline = time.monotonic() + GRACE_S
@@ -83,10 +95,15 @@ def _children() -> set[str]:
             continue
         for pid in pids:
             try:
-                command = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                command = (
+                    pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                )
             except OSError:
                 continue
-            if "multiprocessing.forkserver" not in command and "multiprocessing.resource_tracker" not in command:
+            if (
+                "multiprocessing.forkserver" not in command
+                and "multiprocessing.resource_tracker" not in command
+            ):
                 found.add(f"{pid} {command.strip() or '(zombie)'}")
     return found
 

@@ -1,7 +1,8 @@
-"""`run_ranks(n, fn)`: run a function on N real processes and bring back its results, or its first error.
+"""`run_ranks(n, fn)`: run a function on N real processes and bring back its results, or its first
+error.
 
-A fork server that has torch loaded starts the ranks, so that a rank costs milliseconds instead of an import of
-torch. Rendezvous is a file in a temporary directory: no ports.
+A fork server that has torch loaded starts the ranks, so that a rank costs milliseconds instead of
+an import of torch. Rendezvous is a file in a temporary directory: no ports.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
 # torch._dynamo: the first optimizer a process makes imports it, for more than a second.
-_PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "numpy", "pytest", "hypothesis", "paceline"]
+_PRELOAD = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "numpy",
+    "pytest",
+    "hypothesis",
+    "paceline",
+]
 _context.set_forkserver_preload(_PRELOAD)
 
-# Stock DDP drops its group while it holds the GIL. If that was the last reference, Gloo's destructor joins a thread
-# that wants the GIL for its last piece of work: a deadlock, seen once in some hundred runs. So ranks never drop it.
+# Stock DDP drops its group while it holds the GIL. If that was the last reference, Gloo's
+# destructor joins a thread that wants the GIL for its last piece of work: a deadlock, seen once in
+# some hundred runs. So ranks never drop it.
 _kept_groups: list[Any] = []
 
 
@@ -69,7 +79,9 @@ def init_group(backend: str = "gloo", **options: Any) -> None:
     import torch.distributed as dist
 
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend, init_method=free_rendezvous(), rank=rank, world_size=world, **options)
+    dist.init_process_group(
+        backend, init_method=free_rendezvous(), rank=rank, world_size=world, **options
+    )
     if "gloo" in backend:
         _kept_groups.append(dist.group.WORLD)
 
@@ -86,13 +98,17 @@ def run_ranks(
 ) -> list[Any]:
     """Run `fn(rank, world, *args)` on `world` processes.
 
-    Returns each rank's result. If ranks fail, raises the error that came first in time, with the others as notes.
-    With `check=False` returns an `Outcome` per rank instead, for tests about failing. `on_start` gets the pids. With
-    `uncaught` nobody catches what a rank raises: it ends as any process of multiprocessing does, without an error here.
+    Returns each rank's result. If ranks fail, raises the error that came first in time, with the
+    others as notes. With `check=False` returns an `Outcome` per rank instead, for tests about
+    failing. `on_start` gets the pids. With `uncaught` nobody catches what a rank raises: it ends as
+    any process of multiprocessing does, without an error here.
     """
     with tempfile.TemporaryDirectory(prefix="paceline-test-") as directory:
         run = _run_uncaught if uncaught else _run_rank
-        ranks = [_start(run, rank, world, fn, args, env or {}, pathlib.Path(directory)) for rank in range(world)]
+        ranks = [
+            _start(run, rank, world, fn, args, env or {}, pathlib.Path(directory))
+            for rank in range(world)
+        ]
         try:
             if on_start is not None:
                 on_start([rank.process.pid or 0 for rank in ranks])
@@ -139,7 +155,9 @@ def _start(
     ours, theirs = _context.Pipe(duplex=False)
     stacks = directory / f"stacks-{rank}"
     payload = cloudpickle.dumps((fn, (rank, world, *args)))
-    process = _context.Process(target=run, args=(payload, theirs, variables, str(stacks)), daemon=True)
+    process = _context.Process(
+        target=run, args=(payload, theirs, variables, str(stacks)), daemon=True
+    )
     process.start()
     theirs.close()
     return _Rank(rank, process, ours, stacks)
@@ -164,7 +182,9 @@ def _run_rank(payload: bytes, pipe: Connection, variables: Mapping[str, str], st
         pipe.close()
 
 
-def _run_uncaught(payload: bytes, pipe: Connection, variables: Mapping[str, str], stacks: str) -> None:
+def _run_uncaught(
+    payload: bytes, pipe: Connection, variables: Mapping[str, str], stacks: str
+) -> None:
     sys.stderr = open(stacks, "w")  # noqa: SIM115 - for the traceback that multiprocessing prints
     faulthandler.register(_STACK_SIGNAL, file=sys.stderr, all_threads=True)
     os.environ.update(variables)
@@ -180,7 +200,9 @@ def _run_uncaught(payload: bytes, pipe: Connection, variables: Mapping[str, str]
 def _dump(message: tuple[float, Any, Any]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(message)
-        cloudpickle.loads(data)  # an exception whose constructor takes other arguments than it stores
+        cloudpickle.loads(
+            data
+        )  # an exception whose constructor takes other arguments than it stores
     except Exception:
         when, value, error = message
         stand_in = RuntimeError(f"not picklable: {error!r} / {value!r}")
@@ -215,14 +237,18 @@ def _finish(rank: _Rank, outcome: Outcome, deadline: float) -> None:
         outcome.error = RankDied(rank.index, outcome.exitcode)
 
 
-def _stacks_of(ranks: list[_Rank], late: list[_Rank], outcomes: list[Outcome], timeout: float) -> str:
+def _stacks_of(
+    ranks: list[_Rank], late: list[_Rank], outcomes: list[Outcome], timeout: float
+) -> str:
     for rank in late:
         os.kill(rank.process.pid, _STACK_SIGNAL)
     time.sleep(0.5)  # the handler writes from C at once; this is for a loaded machine
     parts = [f"{len(late)} of {len(ranks)} ranks still running after {timeout:g} s"]
     for rank in ranks:
         if rank in late:
-            parts.append(f"--- rank {rank.index}, pid {rank.process.pid}:\n{rank.stacks.read_text()}")
+            parts.append(
+                f"--- rank {rank.index}, pid {rank.process.pid}:\n{rank.stacks.read_text()}"
+            )
         else:
             notes = "\n".join(getattr(outcomes[rank.index].error, "__notes__", []))
             parts.append(f"--- rank {rank.index} ended: {outcomes[rank.index].error!r}\n{notes}")

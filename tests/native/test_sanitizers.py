@@ -1,7 +1,8 @@
-"""The native core under the address, undefined-behaviour and thread sanitizers, ranks as threads over one mapping.
+"""The native core under the address, undefined-behaviour and thread sanitizers, ranks as threads
+over one mapping.
 
-`tests/native/*.c` are linked with `csrc/*.c` to one program per sanitizer; each of its scenarios is a test here. A
-scenario checks its own results; the sanitizers check the rest.
+`tests/native/*.c` are linked with `csrc/*.c` to one program per sanitizer; each of its scenarios is
+a test here. A scenario checks its own results; the sanitizers check the rest.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ import subprocess
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]  # the first test of each sanitizer builds the program
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]  # the first test of each sanitizer builds the program
 
 HERE = pathlib.Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -28,13 +32,16 @@ SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "thread": ["-fsanitize=thread"],
 }
-# What the program is told: stop at the first report, and look for leaks (which the process's end would hide).
+# What the program is told: stop at the first report, and look for leaks (which the process's end
+# would hide).
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=1:exitcode=66",
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:exitcode=66",
 }
-SCENARIOS = re.findall(r"SCENARIO\((\w+)\)", (HERE / "main.c").read_text().partition("scenarios[]")[2])
+SCENARIOS = re.findall(
+    r"SCENARIO\((\w+)\)", (HERE / "main.c").read_text().partition("scenarios[]")[2]
+)
 
 
 def _compile(arguments: list[str]) -> None:
@@ -43,7 +50,9 @@ def _compile(arguments: list[str]) -> None:
 
 
 def _optimisation(source: pathlib.Path) -> str:
-    return "-O0" if source.name == "kernels.c" else "-O1"  # hundreds of loops, three times: the compiler's time counts
+    return (
+        "-O0" if source.name == "kernels.c" else "-O1"
+    )  # hundreds of loops, three times: the compiler's time counts
 
 
 def _why_not(sanitizer: str, directory: pathlib.Path) -> str | None:
@@ -58,32 +67,54 @@ def _why_not(sanitizer: str, directory: pathlib.Path) -> str | None:
     if built.returncode != 0:
         return f"no runtime for the {sanitizer} sanitizer: {built.stderr.strip().splitlines()[-1]}"
     ran = subprocess.run([*_launcher(), str(program)], capture_output=True, text=True, check=False)
-    return None if ran.returncode == 0 else f"the {sanitizer} sanitizer does not run here: {ran.stderr.strip()}"
+    return (
+        None
+        if ran.returncode == 0
+        else f"the {sanitizer} sanitizer does not run here: {ran.stderr.strip()}"
+    )
 
 
 def _launcher() -> list[str]:
     """The thread sanitizer's memory layout does not fit every kernel's address randomisation."""
     without_randomisation = ["setarch", "-R"]
     try:
-        works = subprocess.run([*without_randomisation, "true"], capture_output=True, check=False).returncode == 0
+        works = (
+            subprocess.run(
+                [*without_randomisation, "true"], capture_output=True, check=False
+            ).returncode
+            == 0
+        )
     except OSError:
         works = False
     return without_randomisation if works else []
 
 
 @pytest.fixture(scope="module", params=sorted(SANITIZERS))
-def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+def program(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> pathlib.Path:
     """The test program, built with one sanitizer."""
     sanitizer: str = request.param
     directory = tmp_path_factory.mktemp(sanitizer)
     if reason := _why_not(sanitizer, directory):
         pytest.skip(reason)
-    sources = sorted([*CSRC.glob("*.c"), *HERE.glob("*.c")], key=lambda path: path.name != "kernels.c")  # longest first
+    sources = sorted(
+        [*CSRC.glob("*.c"), *HERE.glob("*.c")], key=lambda path: path.name != "kernels.c"
+    )  # longest first
     objects = [directory / f"{path.stem}.o" for path in sources]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         jobs = [
             pool.submit(
-                _compile, [*FLAGS, _optimisation(source), *SANITIZERS[sanitizer], "-c", str(source), "-o", str(goal)]
+                _compile,
+                [
+                    *FLAGS,
+                    _optimisation(source),
+                    *SANITIZERS[sanitizer],
+                    "-c",
+                    str(source),
+                    "-o",
+                    str(goal),
+                ],
             )
             for source, goal in zip(sources, objects, strict=True)
         ]
@@ -107,9 +138,13 @@ def _run(program: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario_is_clean(program: pathlib.Path, scenario: str, request: pytest.FixtureRequest):
-    seed = str(getattr(request.config.option, "randomly_seed", 1) % 2**32)  # pytest-randomly prints it
+    seed = str(
+        getattr(request.config.option, "randomly_seed", 1) % 2**32
+    )  # pytest-randomly prints it
     done = _run(program, scenario, seed)
-    assert done.returncode == 0, f"{scenario} {seed} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{scenario} {seed} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+    )
 
 
 def test_every_scenario_is_run(program: pathlib.Path):

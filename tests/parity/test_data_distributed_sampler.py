@@ -46,7 +46,11 @@ def test_index_for_index(length, world, shuffle, seed, drop_last, epoch, data):
     assert found == expected
     assert all(type(index) is int for index in found)
     assert len(ours) == len(stock)
-    assert (ours.num_samples, ours.total_size, ours.epoch) == (stock.num_samples, stock.total_size, stock.epoch)
+    assert (ours.num_samples, ours.total_size, ours.epoch) == (
+        stock.num_samples,
+        stock.total_size,
+        stock.epoch,
+    )
 
 
 def test_every_small_case():

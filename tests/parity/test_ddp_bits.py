@@ -1,7 +1,8 @@
-"""With equal counts our class and torch's give the same weights, bit for bit, after whole training runs on Gloo.
+"""With equal counts our class and torch's give the same weights, bit for bit, after whole training
+runs on Gloo.
 
-Two ranks: x + y has one result. Three ranks: the order of additions depends on the layout of the buckets, so this
-also shows that the layout is torch's, before and after buckets are re-planned.
+Two ranks: x + y has one result. Three ranks: the order of additions depends on the layout of the
+buckets, so this also shows that the layout is torch's, before and after buckets are re-planned.
 """
 
 from __future__ import annotations

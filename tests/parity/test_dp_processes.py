@@ -30,7 +30,9 @@ def mlp() -> nn.Module:
 
 def cnn() -> nn.Module:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)).double()
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 3)
+    ).double()
 
 
 def close(one: torch.Tensor, other: torch.Tensor) -> None:
@@ -83,7 +85,9 @@ def test_any_batch_size(wrap):
         bare = mlp()
         generator = torch.Generator().manual_seed(seed)
         x = torch.randn(batch, 6, dtype=torch.float64, generator=generator)
-        weights = torch.rand(batch, 1, dtype=torch.float64, generator=generator) if weighted else 1.0
+        weights = (
+            torch.rand(batch, 1, dtype=torch.float64, generator=generator) if weighted else 1.0
+        )
         model.module.load_state_dict(bare.state_dict())
         model.zero_grad()
         (model(x) * weights).sum().backward()
@@ -170,7 +174,11 @@ def test_nested_inputs_and_outputs(wrap):
         x, y, z = torch.randn(3, 5, 3, dtype=torch.float64, generator=generator)
         scale = torch.tensor(2.0, dtype=torch.float64)  # of rank 0: for every replica
         table = Whole(torch.arange(7.0))
-        return Point(x, collections.OrderedDict(y=y)), {"scale": scale, "sample": Sample(z, "one"), "table": table}
+        return Point(x, collections.OrderedDict(y=y)), {
+            "scale": scale,
+            "sample": Sample(z, "one"),
+            "table": table,
+        }
 
     pair, kwargs = inputs()
     found = model(pair, **kwargs)
@@ -368,7 +376,9 @@ def test_attributes_and_hooks_changed_by_the_user(wrap):
     pids = model.worker_pids
     model.module.scale = 3.0
     assert model(x).tolist() == [3] * 4
-    assert model.worker_pids == pids, "a number is told, and what forward itself stores is not a change"
+    assert model.worker_pids == pids, (
+        "a number is told, and what forward itself stores is not a change"
+    )
     model.module.table[0] = 2
     assert model(x).tolist() == [6] * 4
     model.module.register_forward_hook(lambda module, args, out: out + 1)
@@ -416,7 +426,9 @@ class Scaled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("scale", torch.linspace(1, 2, 3, dtype=torch.float64, requires_grad=True))
+        self.register_buffer(
+            "scale", torch.linspace(1, 2, 3, dtype=torch.float64, requires_grad=True)
+        )
         self.register_buffer("shift", torch.ones(3, dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -540,7 +552,9 @@ def test_batch_normalisation_over_the_whole_batch(wrap, workers):
 
 
 @pytest.mark.parametrize("where", ["worker", "main"])
-def test_a_replica_that_fails_between_two_normalisations_does_not_keep_the_others_waiting(wrap, where):
+def test_a_replica_that_fails_between_two_normalisations_does_not_keep_the_others_waiting(
+    wrap, where
+):
     model = wrap(Normalised(), 3, batch_norm="global")
     x = torch.randn(6, 2, 6, 6, dtype=torch.float64)
     model(x)
@@ -582,7 +596,9 @@ def test_what_numpy_and_random_draw_differs_between_replicas_and_repeats(wrap):
     first, second = model(x), model(x)
     torch.manual_seed(7)
     again = model(x)
-    assert torch.equal(first[1:], again[1:])  # replica 0 is the main process, with the user's own generators
+    assert torch.equal(
+        first[1:], again[1:]
+    )  # replica 0 is the main process, with the user's own generators
     assert len({value.item() for value in torch.cat([first, second[1:]]).flatten()}) == 10
 
 
@@ -591,7 +607,9 @@ class Large(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(256, 256, dtype=torch.float64)) for _ in range(3))
+        self.a, self.b, self.c = (
+            nn.Parameter(torch.randn(256, 256, dtype=torch.float64)) for _ in range(3)
+        )
         self.kept = []
 
     def forward(self, x):
@@ -610,14 +628,18 @@ def test_sums_are_not_written_where_others_look(wrap):
     model(x).sum().backward()
     bare(x).sum().backward()
     for name in "abc":
-        torch.testing.assert_close(getattr(model.module, name).grad, getattr(bare, name).grad, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            getattr(model.module, name).grad, getattr(bare, name).grad, rtol=1e-10, atol=1e-10
+        )
     half = Large()
     half.load_state_dict(bare.state_dict())
     (half(x[:3]).sum()).backward()
     torch.testing.assert_close(model.module.kept[0], half.c.grad, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile looks, and hides it by itself
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor"
+)  # torch.compile looks, and hides it by itself
 def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
     monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     bare = mlp()
@@ -633,7 +655,9 @@ def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
         gradients_agree(model.module, bare)
 
 
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)])
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cpu", torch.bfloat16)]
+)
 def test_workers_started_under_other_modes_train_all_the_same(wrap, mode):
     bare = mlp()
     model = wrap(copy.deepcopy(bare))
@@ -672,7 +696,9 @@ class Views(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.c = (nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(3))
+        self.a, self.b, self.c = (
+            nn.Parameter(torch.randn(4, 4, dtype=torch.float64)) for _ in range(3)
+        )
         self.kept = []
 
     def forward(self, x):

@@ -1,4 +1,6 @@
-"""The `paceline` backend inside torch.distributed: what users and torch's own libraries do with a backend."""
+"""The `paceline` backend inside torch.distributed: what users and torch's own libraries do with a
+backend.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from tests.harness import init_group, run_ranks
 
 
 def test_asynchronous_calls_are_asynchronous():
-    """A call returns at once though its peer comes much later, and finishes without being waited for."""
+    """A call returns at once though its peer comes much later, and finishes without being waited
+    for.
+    """
 
     def check(rank, world):
         import time
@@ -53,7 +57,9 @@ def test_futures_and_callbacks_that_call_again():
         chained = dist.all_reduce(data, async_op=True).get_future().then(again)
         assert chained.wait()[0].item() == 40
         gathered = [torch.zeros(2) for _ in range(world)]
-        future = dist.all_gather(gathered, torch.full((2,), float(rank)), async_op=True).get_future()
+        future = dist.all_gather(
+            gathered, torch.full((2,), float(rank)), async_op=True
+        ).get_future()
         assert [t[0].item() for t in future.wait()] == [0.0, 1.0]
         dist.destroy_process_group()
 
@@ -141,7 +147,9 @@ def test_destroy_and_init_again_leaves_nothing():
         store = dist.FileStore(os.environ["PACELINE_TEST_RENDEZVOUS"] + "-again", world)
         seen = []
         for i in range(4):
-            dist.init_process_group("paceline", store=dist.PrefixStore(str(i), store), rank=rank, world_size=world)
+            dist.init_process_group(
+                "paceline", store=dist.PrefixStore(str(i), store), rank=rank, world_size=world
+            )
             data = torch.ones(3)
             dist.all_reduce(data)
             assert data[0].item() == world
@@ -263,7 +271,9 @@ def test_stock_ddp_trains_on_it():
 
         init_group(backend)
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(20, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(20, 50), torch.nn.BatchNorm1d(50), torch.nn.Linear(50, 3)
+        )
         model = DistributedDataParallel(model, bucket_cap_mb=0.001)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(rank)
@@ -294,8 +304,12 @@ def test_fsdp2_trains_and_checkpoints_on_it(tmp_path):
 
         init_group("paceline")
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5))
-        plain = torch.nn.Sequential(torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5))
+        model = torch.nn.Sequential(
+            torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5)
+        )
+        plain = torch.nn.Sequential(
+            torch.nn.Linear(16, 33), torch.nn.ReLU(), torch.nn.Linear(33, 5)
+        )
         plain.load_state_dict(model.state_dict())
         mesh = init_device_mesh("cpu", (world,))
         for layer in (model[0], model[2]):
@@ -369,7 +383,9 @@ def test_calls_are_numbered_and_roots_and_time_limits_checked():
                 with pytest.raises(paceline.ConfigError, match=f"invalid root rank: {root}"):
                     call(*lists, options)
 
-        assert type(group.create_device(interface="lo")) is type(dist.ProcessGroupGloo.create_device(interface="lo"))
+        assert type(group.create_device(interface="lo")) is type(
+            dist.ProcessGroupGloo.create_device(interface="lo")
+        )
         group._set_default_timeout(timedelta(seconds=77))
         assert group._get_backend(torch.device("cpu")).options._timeout == timedelta(seconds=77)
         dist.destroy_process_group()
@@ -391,7 +407,9 @@ def test_wrong_arguments_say_what_is_wrong():
         with pytest.raises(ConfigError, match="cannot be done on this data type"):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
         with pytest.raises(ConfigError, match="must be 2 numbers that add up to the 3 rows"):
-            dist.group.WORLD.all_to_all_single(torch.zeros(3), torch.zeros(3), [1, 1], [2, 2]).wait()
+            dist.group.WORLD.all_to_all_single(
+                torch.zeros(3), torch.zeros(3), [1, 1], [2, 2]
+            ).wait()
         with pytest.raises(RuntimeError, match=r"no backend for meta tensors.*init_process_group"):
             dist.all_reduce(torch.ones(2, device="meta"))
         data = torch.ones(1)

@@ -1,8 +1,10 @@
-"""Every collective of the `paceline` backend against Gloo, on random shapes, types, operations and groups.
+"""Every collective of the `paceline` backend against Gloo, on random shapes, types, operations and
+groups.
 
-Hypothesis draws lists of cases; each list runs in one set of processes that hold a Gloo and a Paceline group of the
-same ranks. Sums of integers must agree to the bit. Floating-point sums agree within rounding: Gloo adds in another
-order. Bit equality across our own ranks and runs is checked separately.
+Hypothesis draws lists of cases; each list runs in one set of processes that hold a Gloo and a
+Paceline group of the same ranks. Sums of integers must agree to the bit. Floating-point sums agree
+within rounding: Gloo adds in another order. Bit equality across our own ranks and runs is checked
+separately.
 """
 
 from __future__ import annotations
@@ -68,7 +70,9 @@ def cases(draw, world):
 
 
 def make(case, rank, shape, salt=0):
-    """This rank's data: small numbers, so that products stay finite and low precision stays exact enough."""
+    """This rank's data: small numbers, so that products stay finite and low precision stays exact
+    enough.
+    """
     import torch
 
     dtype = getattr(torch, case.dtype)
@@ -76,7 +80,9 @@ def make(case, rank, shape, salt=0):
     low = 0 if case.dtype == "uint8" else -3
     numbers = torch.randint(low, 4, shape, generator=generator)
     values = (
-        torch.complex(numbers.double(), (numbers * 2).double()).to(dtype) if dtype.is_complex else numbers.to(dtype)
+        torch.complex(numbers.double(), (numbers * 2).double()).to(dtype)
+        if dtype.is_complex
+        else numbers.to(dtype)
     )
     if case.layout == "transposed" and values.dim() == 2:
         return values.t().contiguous().t()
@@ -149,18 +155,26 @@ def _ring(case, group, data, world):
     rank = dist.get_rank(group)
     after, before = (dist.get_global_rank(group, (rank + step) % world) for step in (1, -1))
     found = torch.zeros_like(make(case, rank, case.shape))
-    works = [dist.irecv(found, before, group, tag=case.root), dist.isend(data, after, group, tag=case.root)]
+    works = [
+        dist.irecv(found, before, group, tag=case.root),
+        dist.isend(data, after, group, tag=case.root),
+    ]
     for work in works:
         work.wait()
     return [found]
 
 
 def reference(case, rank, world):
-    """What a case must give, from the other ranks' data computed here: for what Gloo does not offer."""
+    """What a case must give, from the other ranks' data computed here: for what Gloo does not
+    offer.
+    """
     import torch
 
     def reduced(tensors):
-        wide = [t.to(torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t for t in tensors]
+        wide = [
+            t.to(torch.float32) if t.dtype in (torch.float16, torch.bfloat16) else t
+            for t in tensors
+        ]
         total = wide[0].clone()
         for other in wide[1:]:
             total = {
@@ -221,7 +235,9 @@ def test_every_collective_gives_what_it_must(world):
 
 
 def test_random_numbers_agree_with_gloo():
-    """Against Gloo itself, random floating-point data, within the rounding of another order of summation."""
+    """Against Gloo itself, random floating-point data, within the rounding of another order of
+    summation.
+    """
 
     def compare(rank, world):
         import torch
@@ -230,7 +246,11 @@ def test_random_numbers_agree_with_gloo():
         init_group("gloo")
         ours = dist.new_group(backend="paceline")
         torch.manual_seed(rank)
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-13), (torch.complex64, 1e-5)):
+        for dtype, tolerance in (
+            (torch.float32, 1e-5),
+            (torch.float64, 1e-13),
+            (torch.complex64, 1e-5),
+        ):
             for n in (1, 1000, 200_003):
                 a = torch.randn(n, dtype=dtype)
                 b = a.clone()
@@ -270,7 +290,10 @@ def test_half_precision_is_added_in_float32_and_rounded_once():
         import torch.distributed as dist
 
         init_group("paceline")
-        parts = [torch.randn(5000, generator=torch.Generator().manual_seed(r)) * 100 for r in range(world)]
+        parts = [
+            torch.randn(5000, generator=torch.Generator().manual_seed(r)) * 100
+            for r in range(world)
+        ]
         for dtype in (torch.float16, torch.bfloat16):
             data = parts[rank].to(dtype)
             exact = parts[0].to(dtype).float()
@@ -297,10 +320,14 @@ def test_averages_factors_and_booleans():
             dist.all_reduce(data, dist._make_nccl_premul_sum(factor))
             assert torch.equal(data, torch.full((3,), 2.0 * world))
         data = torch.ones(3)
-        dist.all_reduce(data, dist._make_nccl_premul_sum(float(rank)))  # each rank's own factor for its own data
+        dist.all_reduce(
+            data, dist._make_nccl_premul_sum(float(rank))
+        )  # each rank's own factor for its own data
         assert torch.equal(data, torch.full((3,), float(sum(range(world)))))
         block = torch.zeros(1)
-        dist.reduce_scatter_tensor(block, torch.ones(world), dist._make_nccl_premul_sum(float(rank)))
+        dist.reduce_scatter_tensor(
+            block, torch.ones(world), dist._make_nccl_premul_sum(float(rank))
+        )
         assert block.item() == sum(range(world))
         flags = torch.tensor([True, rank == 0, False])
         dist.all_reduce(flags)
@@ -327,9 +354,14 @@ def test_uneven_shares():
         sent = torch.cat([torch.full((rank + to, 3), float(10 * rank + to)) for to in range(world)])
         found = torch.zeros((sum(rank + source for source in range(world)), 3))
         dist.all_to_all_single(
-            found, sent, [rank + source for source in range(world)], [rank + to for to in range(world)]
+            found,
+            sent,
+            [rank + source for source in range(world)],
+            [rank + to for to in range(world)],
         )
-        wanted = torch.cat([torch.full((rank + source, 3), float(10 * source + rank)) for source in range(world)])
+        wanted = torch.cat(
+            [torch.full((rank + source, 3), float(10 * source + rank)) for source in range(world)]
+        )
         assert torch.equal(found, wanted)
         blocks = [torch.full((r + 1,), float(rank)) for r in range(world)]
         mine = torch.zeros(rank + 1)
@@ -363,7 +395,10 @@ def test_messages_with_tags_from_any_source_in_any_order():
         else:
             works = []
             if rank == 1:
-                works = [dist.isend(torch.full((100_000 * tag,), float(tag)), 0, tag=tag) for tag in (1, 2, 3)]
+                works = [
+                    dist.isend(torch.full((100_000 * tag,), float(tag)), 0, tag=tag)
+                    for tag in (1, 2, 3)
+                ]
             for work in works:
                 work.wait()
             dist.send(torch.tensor([float(rank)]), 0)

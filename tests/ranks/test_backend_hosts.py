@@ -1,4 +1,6 @@
-"""Groups that span several hosts: real network namespaces, shared memory inside each, Gloo between them."""
+"""Groups that span several hosts: real network namespaces, shared memory inside each, Gloo between
+them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ PLACEMENTS = {
 
 
 def some_cases(world, count, seed):
-    """A fixed set of cases, drawn once: these runs are slow, so every collective appears and little else."""
+    """A fixed set of cases, drawn once: these runs are slow, so every collective appears and little
+    else.
+    """
     import random
     import warnings
 
@@ -40,12 +44,19 @@ def test_every_collective_across_hosts(placement):
         init_group("paceline")
         assert type(dist.group.WORLD.engine).__name__ == "ManyHostsEngine"
         for case in batch:
-            found, wanted = perform(case, dist.group.WORLD, rank, world), reference(case, rank, world)
+            found, wanted = (
+                perform(case, dist.group.WORLD, rank, world),
+                reference(case, rank, world),
+            )
             for a, b in zip(found, wanted, strict=True):
-                assert torch.equal(a, b), f"{case}\nfound {a.flatten()[:8]}\nwanted {b.flatten()[:8]}"
+                assert torch.equal(a, b), (
+                    f"{case}\nfound {a.flatten()[:8]}\nwanted {b.flatten()[:8]}"
+                )
         shares = [torch.zeros(r + 1) for r in range(world)]
         dist.all_gather(shares, torch.full((rank + 1,), float(rank)))
-        assert all(torch.equal(share, torch.full((r + 1,), float(r))) for r, share in enumerate(shares))
+        assert all(
+            torch.equal(share, torch.full((r + 1,), float(r))) for r, share in enumerate(shares)
+        )
         objects = [None] * world
         dist.all_gather_object(objects, {"rank": rank})
         assert objects == [{"rank": r} for r in range(world)]
@@ -104,7 +115,8 @@ def test_a_mismatch_is_told_to_all_hosts():
         enter(hosts[rank // 2])
         init_group("paceline")
         with pytest.raises(
-            MismatchError, match=r"(?s)rank 0: all_reduce of 10 float32.*rank 3: all_reduce of 11 float32"
+            MismatchError,
+            match=r"(?s)rank 0: all_reduce of 10 float32.*rank 3: all_reduce of 11 float32",
         ):
             dist.all_reduce(torch.ones(11 if rank == 3 else 10))
         data = torch.ones(10)
@@ -140,5 +152,10 @@ def test_a_rank_lost_on_another_host_is_noticed():
 
     with simulated_hosts(2) as hosts:
         outcomes = run_ranks(4, check, hosts, check=False, timeout=60)
-    assert [type(o.error).__name__ for o in outcomes] == ["NoneType", "NoneType", "NoneType", "RankDied"]
+    assert [type(o.error).__name__ for o in outcomes] == [
+        "NoneType",
+        "NoneType",
+        "NoneType",
+        "RankDied",
+    ]
     assert all(o.value < 5 for o in outcomes[:3]), [o.value for o in outcomes]

@@ -14,14 +14,19 @@ LENGTH = 23
 
 
 def dataset():
-    return TensorDataset(torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(0)), torch.arange(LENGTH))
+    return TensorDataset(
+        torch.randn(LENGTH, 4, generator=torch.Generator().manual_seed(0)), torch.arange(LENGTH)
+    )
 
 
 def everything(rank, world):
     init_group("gloo")
     evaluation = Evaluation(dataset(), 3)
     for features, index in evaluation:
-        if rank == 0:  # no collective inside the loop: others do not wait for a rank, nor does it need their help
+        if (
+            rank == 0
+            # no collective inside the loop: others do not wait for a rank, nor does it need their help
+        ):
             assert dist.get_world_size() == world
         evaluation.add(loss=(features**2).sum(1))
         evaluation.collect(index=index)
@@ -45,7 +50,10 @@ def everything(rank, world):
 def test_rank_and_world_size_come_from_the_group(world):
     found = run_ranks(world, everything, timeout=100)
     expected = list(GlobalBatchSampler(LENGTH, 7, rank=0, world_size=1))
-    steps = [[index for share in step for index in share] for step in zip(*[f["batches"] for f in found], strict=True)]
+    steps = [
+        [index for share in step for index in share]
+        for step in zip(*[f["batches"] for f in found], strict=True)
+    ]
     assert steps == expected
     losses = (dataset().tensors[0] ** 2).sum(1).double()
     for rank, one in enumerate(found):
@@ -70,11 +78,17 @@ def in_a_subgroup(rank, world):
 
 
 def test_evaluation_in_a_subgroup():
-    assert run_ranks(3, in_a_subgroup, timeout=100) == [None, list(range(LENGTH)), list(range(LENGTH))]
+    assert run_ranks(3, in_a_subgroup, timeout=100) == [
+        None,
+        list(range(LENGTH)),
+        list(range(LENGTH)),
+    ]
 
 
 def train(rank, world, state, steps):
-    """A few exact steps: the gradient of the mean over the global batch, from sums and the stated weights."""
+    """A few exact steps: the gradient of the mean over the global batch, from sums and the stated
+    weights.
+    """
     init_group("gloo")
     loader = DataLoader(dataset(), 5, shuffle=True, seed=4)
     model = torch.nn.Linear(4, 1).double()
@@ -90,7 +104,9 @@ def train(rank, world, state, steps):
             share = loader.share
             assert share.count == len(index)
             loss = (
-                ((model(features.double()) - 1) ** 2).mean() * share.weight if share.count else 0.0 * model.weight.sum()
+                ((model(features.double()) - 1) ** 2).mean() * share.weight
+                if share.count
+                else 0.0 * model.weight.sum()
             )
             optimizer.zero_grad()
             loss.backward()
@@ -103,7 +119,10 @@ def train(rank, world, state, steps):
             done += 1
             if done == steps:
                 break
-    state = {"model": {k: v.clone() for k, v in model.state_dict().items()}, "data": loader.state_dict()}
+    state = {
+        "model": {k: v.clone() for k, v in model.state_dict().items()},
+        "data": loader.state_dict(),
+    }
     dist.destroy_process_group()
     return state
 

@@ -31,7 +31,9 @@ few = settings(max_examples=4, suppress_health_check=list(HealthCheck))
 
 def net():
     torch.manual_seed(0)
-    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    return torch.nn.Sequential(
+        torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)
+    ).double()
 
 
 def data(samples):
@@ -46,7 +48,9 @@ def reference(samples):
 
 
 def assert_exact(model, samples):
-    for (name, parameter), expected in zip(model.named_parameters(), reference(samples), strict=True):
+    for (name, parameter), expected in zip(
+        model.named_parameters(), reference(samples), strict=True
+    ):
         worst = ((parameter.grad - expected).abs().max() / expected.abs().max()).item()
         assert worst <= RTOL, f"{name}: relative difference {worst:.1e}"
 
@@ -88,14 +92,20 @@ def splits(samples, world):
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_every_split_of_up_to_twelve_samples(ranks, world):
     largest = 12 if world < 3 else 7
-    cases = [[[n] for n in split] for samples in range(1, largest + 1) for split in splits(samples, world)]
+    cases = [
+        [[n] for n in split]
+        for samples in range(1, largest + 1)
+        for split in splits(samples, world)
+    ]
     assert same_bits(ranks(world, run_splits, cases, timeout=110))
 
 
 @few
 @given(
     st.lists(
-        st.lists(st.integers(0, 6), min_size=4, max_size=4).filter(lambda split: 1 <= sum(split) <= 12),
+        st.lists(st.integers(0, 6), min_size=4, max_size=4).filter(
+            lambda split: 1 <= sum(split) <= 12
+        ),
         min_size=30,
         max_size=40,
     )
@@ -109,13 +119,17 @@ def test_any_split_over_four_ranks(ranks, cases):
 def test_any_ragged_accumulation(ranks, case):
     world, draw = case
     sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4)
-    one = st.lists(sizes, min_size=world, max_size=world).filter(lambda ranks: sum(map(sum, ranks)) > 0)
+    one = st.lists(sizes, min_size=world, max_size=world).filter(
+        lambda ranks: sum(map(sum, ranks)) > 0
+    )
     cases = draw.draw(st.lists(one, min_size=20, max_size=25))
     assert same_bits(ranks(world, run_splits, cases, timeout=110))
 
 
 def ragged_epoch(rank, world, how):
-    """Ranks hold 3, 2 and 1 batches; the run equals one process over the global batches, weight for weight."""
+    """Ranks hold 3, 2 and 1 batches; the run equals one process over the global batches, weight for
+    weight.
+    """
     join_group()
     whole = [[data(5)[:3], data(6)[:2], data(7)[:1]], [data(8)[:4], data(9)[:2]], [data(10)[:1]]]
     plain = net()
@@ -183,7 +197,9 @@ def test_the_caller_may_state_what_counts(ranks):
 
 def plain_average(rank, world):
     join_group()
-    model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double(), average="ranks")
+    model = paceline.DistributedDataParallel(
+        torch.nn.Linear(1, 1, bias=False).double(), average="ranks"
+    )
     x = torch.ones(4, 1) * 3 if rank == 0 else torch.ones(1, 1)
     model(x.double()).mean().backward()
     assert model.module.weight.grad.item() == 2.0
@@ -214,7 +230,9 @@ def test_the_first_unequal_counts_are_told_once_by_rank_zero(ranks):
 
 
 def several_forwards(rank, world):
-    """Two forwards, two backwards, of other sizes on every rank: each backward weighs its own forward."""
+    """Two forwards, two backwards, of other sizes on every rank: each backward weighs its own
+    forward.
+    """
     join_group()
     first, second = data(6)[: [4, 2][rank]], data(9)[: [1, 5][rank]]
     expected = []
@@ -264,7 +282,9 @@ def buffers_at_the_end(rank, world, steps):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps[rank]):
         optimizer.zero_grad()
-        model(torch.full((2, 4), float(step + rank), dtype=torch.float64)).square().mean().backward()
+        model(
+            torch.full((2, 4), float(step + rank), dtype=torch.float64)
+        ).square().mean().backward()
         optimizer.step()
     model.no_more_data(optimizer)
     return [one.clone() for one in (*net.parameters(), *net.buffers())]

@@ -1,4 +1,6 @@
-"""Communication hooks: torch's own run unchanged, on sockets and on shared memory; Join works with ZeRO."""
+"""Communication hooks: torch's own run unchanged, on sockets and on shared memory; Join works with
+ZeRO.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def gradients(rank, register, **options):
 
 
 def several_hooks(rank, world):
-    # Imported in the ranks: these modules warn of torch's own deprecations, and warnings are errors here.
+    # Imported in the ranks: these modules warn of torch's own deprecations, and warnings are errors
+    # here.
     from torch.distributed.algorithms.ddp_comm_hooks import (
         default_hooks,
         post_localSGD_hook,
@@ -51,18 +54,24 @@ def several_hooks(rank, world):
         model.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
 
     def power(model):
-        state = powerSGD_hook.PowerSGDState(group, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(
+            group, matrix_approximation_rank=4, start_powerSGD_iter=2
+        )
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
 
     exact = {
         "allreduce": lambda m: m.register_comm_hook(group, default_hooks.allreduce_hook),
-        "built-in allreduce": lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE),
+        "built-in allreduce": lambda m: m._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.ALLREDUCE
+        ),
         "post-local SGD": local_sgd,
     }
     close = {
         "fp16": lambda m: m.register_comm_hook(group, default_hooks.fp16_compress_hook),
         "bf16": lambda m: m.register_comm_hook(group, default_hooks.bf16_compress_hook),
-        "built-in fp16": lambda m: m._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS),
+        "built-in fp16": lambda m: m._register_builtin_comm_hook(
+            dist.BuiltinCommHookType.FP16_COMPRESS
+        ),
         "PowerSGD": power,
     }
     found = {}
@@ -121,7 +130,9 @@ def test_hooks_get_what_makes_their_average_exact(ranks):
 def buffer_hook(rank, world):
     init_group(os.environ["BACKEND"])
     model = paceline.DistributedDataParallel(torch.nn.Sequential(net(), torch.nn.BatchNorm1d(4)))
-    model._register_buffer_comm_hook(model, lambda state, buffers: state._default_broadcast_coalesced())
+    model._register_buffer_comm_hook(
+        model, lambda state, buffers: state._default_broadcast_coalesced()
+    )
     model(torch.randn(5, 8, generator=torch.Generator().manual_seed(rank))).sum().backward()
     assert model._get_ddp_logging_data()["comm_hook"] is None
     model._register_builtin_comm_hook(dist.BuiltinCommHookType.ALLREDUCE)
@@ -156,7 +167,9 @@ def wrong_results(rank, world):
     assert "return annotation should be" in noted["error"]
 
     model.register_comm_hook(None, lambda state, bucket: 1)
-    with pytest.raises(RuntimeError, match=r"must return a torch\.futures\.Future object, but got int"):
+    with pytest.raises(
+        RuntimeError, match=r"must return a torch\.futures\.Future object, but got int"
+    ):
         model(torch.ones(2, 8)).sum().backward()
 
 

@@ -1,4 +1,6 @@
-"""Large gradients are summed where they are, in the ranks' own memory. Here every gradient counts as large."""
+"""Large gradients are summed where they are, in the ranks' own memory. Here every gradient counts
+as large.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ import pytest
 import torch
 
 import paceline
-from paceline.ddp import shared
-from paceline.ddp.buckets import LoneBucket
+from paceline.ddp import shm_transport
+from paceline.ddp.buckets import InPlaceBucket
 from tests.faults import test_ddp_all_or_none as failing
 from tests.harness import init_group, run_ranks
 from tests.ranks import test_ddp_exact as exact
@@ -15,17 +17,21 @@ from tests.ranks import test_ddp_models as models
 
 
 def in_place(rank, world, function, *arguments):
-    shared._IN_PLACE_FROM_BYTES = 0
+    shm_transport._IN_PLACE_FROM_BYTES = 0
     return function(rank, world, *arguments)
 
 
 def ranks(world, function, *arguments):
-    return run_ranks(world, in_place, function, *arguments, env={"BACKEND": "paceline"}, timeout=110)
+    return run_ranks(
+        world, in_place, function, *arguments, env={"BACKEND": "paceline"}, timeout=110
+    )
 
 
 def buckets_of_a_large_model(rank, world):
     init_group("paceline")
-    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 1024 * 128, bias=False), torch.nn.Identity())
+    net = torch.nn.Sequential(
+        torch.nn.Linear(8, 8), torch.nn.Linear(8, 1024 * 128, bias=False), torch.nn.Identity()
+    )
     model = paceline.DistributedDataParallel(net)
     for step in range(3):
         model.zero_grad(set_to_none=step != 1)
@@ -35,18 +41,23 @@ def buckets_of_a_large_model(rank, world):
         sum(net(torch.full((2, 8), 1.0 + r)).square().mean() for r in range(world)) / world, large
     )
     assert torch.allclose(large.grad, *expected, rtol=1e-5)
-    return [(type(one), [model.reducer.managed[i].name for i in one.members]) for one in model.reducer.buckets]
+    return [
+        (type(one), [model.reducer.managed[i].name for i in one.members])
+        for one in model.reducer.buckets
+    ]
 
 
 def test_only_large_gradients_are_summed_in_place_and_after_the_others():
     for found in run_ranks(2, buckets_of_a_large_model):
-        assert [kind is LoneBucket for kind, _ in found] == [False, True]
+        assert [kind is InPlaceBucket for kind, _ in found] == [False, True]
         assert found[-1][1] == ["1.weight"]
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_every_split_is_exact(world):
-    cases = [[[n] for n in split] for split in exact.splits(5, world)] + [[[1, 2], [3]] + [[2]] * (world - 2)]
+    cases = [[[n] for n in split] for split in exact.splits(5, world)] + [
+        [[1, 2], [3]] + [[2]] * (world - 2)
+    ]
     assert exact.same_bits(ranks(world, exact.run_splits, cases))
 
 
@@ -79,14 +90,18 @@ def test_a_failing_rank_takes_part_to_the_end(where):
 
 
 def one_memory_for_two_gradients(rank, world):
-    """Autograd may give two parameters gradients that are the same memory: it must not be averaged twice."""
+    """Autograd may give two parameters gradients that are the same memory: it must not be averaged
+    twice.
+    """
     init_group("paceline")
 
     class Sum(torch.nn.Module):
         def __init__(self):
             super().__init__()
             shapes = {"wide": (2, 8), "square": (4, 4), "apart": (16,)}
-            self.weights = torch.nn.ParameterDict({name: torch.zeros(shape) for name, shape in shapes.items()})
+            self.weights = torch.nn.ParameterDict(
+                {name: torch.zeros(shape) for name, shape in shapes.items()}
+            )
 
         def forward(self, x):
             shared = self.weights["wide"].view(16) + self.weights["square"].view(16)
@@ -102,7 +117,8 @@ def one_memory_for_two_gradients(rank, world):
         with model.count(1):
             model(x).sum().backward()
         for parameter in model.parameters():
-            # Of three equal gradients, one of which is apart: averaged twice, they would differ in the last bits.
+            # Of three equal gradients, one of which is apart: averaged twice, they would differ in
+            # the last bits.
             assert torch.equal(parameter.grad.flatten(), model.weights["apart"].grad)
 
 

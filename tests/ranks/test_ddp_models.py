@@ -1,4 +1,6 @@
-"""What stock DDP's users rely on: all of it at once on two ranks, each against a plain model over the global batch."""
+"""What stock DDP's users rely on: all of it at once on two ranks, each against a plain model over
+the global batch.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def linear(*sizes):
 
 
 class Checkpointed(torch.nn.Module):
-    """Re-entrant checkpointing runs a nested backward; the first layer is used inside it and outside."""
+    """Re-entrant checkpointing runs a nested backward; the first layer is used inside it and
+    outside.
+    """
 
     def __init__(self, reentrant, shared=True):
         super().__init__()
@@ -103,7 +107,9 @@ def same_as_plain(rank, world, build, loss=None, shape=(3, 4), wrap=None, rtol=1
             if theirs.grad is None:
                 assert mine.grad is None, name
             else:
-                assert torch.allclose(mine.grad.to_dense(), theirs.grad.to_dense(), rtol=rtol, atol=1e-6), name
+                assert torch.allclose(
+                    mine.grad.to_dense(), theirs.grad.to_dense(), rtol=rtol, atol=1e-6
+                ), name
         with torch.no_grad():
             for one in (*net.parameters(), *plain.parameters()):
                 if one.grad is not None:
@@ -142,7 +148,9 @@ class Counting(torch.nn.Module):
 
 
 def checkpointing_from_outside(rank, world):
-    """The wrapped model as a whole is checkpointed: its forward runs again in the middle of backward."""
+    """The wrapped model as a whole is checkpointed: its forward runs again in the middle of
+    backward.
+    """
     join_group()
     for reentrant in (True, False):
         for build in (lambda: linear(4, 4, 4), Counting):
@@ -163,7 +171,9 @@ def test_checkpointing_of_the_wrapped_model(ranks):
 
 
 class Passing(dist.ProcessGroup):
-    """A group of the user's own, unknown to torch: hands every call on to another, and is strict about arguments."""
+    """A group of the user's own, unknown to torch: hands every call on to another, and is strict
+    about arguments.
+    """
 
     def __init__(self, inner):
         super().__init__(inner.rank(), inner.size())
@@ -207,9 +217,13 @@ def test_a_process_group_written_in_python(ranks):
 def several_uses(rank, world):
     join_group()
     same_as_plain(rank, world, lambda: linear(4, 4), lambda m, x: (m(x) + m(m(x))).square().mean())
-    same_as_plain(rank, world, lambda: linear(4, 4), lambda m, x: m(x).square().mean() + m(2 * x).abs().mean())
+    same_as_plain(
+        rank, world, lambda: linear(4, 4), lambda m, x: m(x).square().mean() + m(2 * x).abs().mean()
+    )
 
-    def regularised(model, x):  # parameters used outside forward, before and after its outputs are reached
+    def regularised(
+        model, x
+    ):  # parameters used outside forward, before and after its outputs are reached
         module = getattr(model, "module", model)
         return model(x).square().mean() + sum(p.square().sum() for p in module.parameters())
 
@@ -237,9 +251,14 @@ def test_nested_outputs(ranks):
 
 def kinds_of_parameters(rank, world):
     join_group()
-    same_as_plain(rank, world, lambda: linear(4, 4).double(), lambda m, x: m(x.double()).square().mean())
     same_as_plain(
-        rank, world, lambda: linear(4, 4).to(torch.complex64), lambda m, x: m(x.to(torch.complex64)).abs().mean()
+        rank, world, lambda: linear(4, 4).double(), lambda m, x: m(x.double()).square().mean()
+    )
+    same_as_plain(
+        rank,
+        world,
+        lambda: linear(4, 4).to(torch.complex64),
+        lambda m, x: m(x.to(torch.complex64)).abs().mean(),
     )
     same_as_plain(
         rank,
@@ -290,7 +309,9 @@ def test_sparse_gradients(ranks):
 
 
 def unused(rank, world, options):
-    """Another layer per rank and step; one that nobody ever uses. No flag, no hang, the right gradients."""
+    """Another layer per rank and step; one that nobody ever uses. No flag, no hang, the right
+    gradients.
+    """
     join_group()
     torch.manual_seed(0)
     model = paceline.DistributedDataParallel(Branches(), **options)
@@ -304,7 +325,9 @@ def unused(rank, world, options):
             other = ["a", "b"][(r + step) % 2] if step % 3 else "a"
             whole = list(batches(r, world))[step][0]
             (plain(whole, other).square().mean() / world).backward()
-        for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        for (name, mine), theirs in zip(
+            model.module.named_parameters(), plain.parameters(), strict=True
+        ):
             if theirs.grad is None:
                 assert mine.grad is None, name
             else:
@@ -316,7 +339,9 @@ def unused(rank, world, options):
     assert all(bool((p.grad == 3.0).all()) for p in model.module.never.parameters())
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"find_unused_parameters": True}, {"static_graph": True}], ids=str
+)
 def test_unused_parameters_need_no_flag(ranks, options):
     ranks(2, unused, options)
 
@@ -441,7 +466,9 @@ def sync_batchnorm(rank, world):
     """The statistics of the global batch, with other numbers of samples per rank."""
     join_group()
     torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4), torch.nn.Linear(5, 2)).double()
+    net = torch.nn.Sequential(
+        torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4), torch.nn.Linear(5, 2)
+    ).double()
     plain = copy.deepcopy(net)
     model = paceline.DistributedDataParallel(paceline.SyncBatchNorm.convert_sync_batchnorm(net))
     generator = torch.Generator().manual_seed(1)
@@ -453,7 +480,9 @@ def sync_batchnorm(rank, world):
         output = model(part)
         (output.square().mean() if len(part) else output.sum()).backward()
         plain(whole).square().mean().backward()
-        for (name, mine), theirs in zip(model.module.named_parameters(), plain.parameters(), strict=True):
+        for (name, mine), theirs in zip(
+            model.module.named_parameters(), plain.parameters(), strict=True
+        ):
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-9, atol=1e-12), name
         for mine, theirs in zip(model.module.buffers(), plain.buffers(), strict=True):
             assert torch.allclose(mine.double(), theirs.double(), rtol=1e-12)
@@ -468,7 +497,9 @@ def test_sync_batchnorm_on_cpu_is_exact(ranks):
 
 def torch_sync_batchnorm(rank, world):
     join_group()
-    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(torch.nn.Sequential(torch.nn.BatchNorm1d(3)))
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(
+        torch.nn.Sequential(torch.nn.BatchNorm1d(3))
+    )
     with pytest.raises(paceline.ConfigError, match=r"paceline\.SyncBatchNorm"):
         paceline.DistributedDataParallel(net)
 
@@ -500,7 +531,9 @@ def low_precision(rank, world):
     from torch.nn.parallel.distributed import _MixedPrecision
 
     join_group()
-    settings = _MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
+    settings = _MixedPrecision(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.float32
+    )
     net = linear(4, 8, 2)
     twin = copy.deepcopy(net)
     model = paceline.DistributedDataParallel(net, mixed_precision=settings)
@@ -535,7 +568,9 @@ def delayed(rank, world):
     join_group()
     net = torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 2, bias=False))
     model = paceline.DistributedDataParallel(
-        net, delay_all_reduce_named_params=[("1.weight", net[1].weight)], param_to_hook_all_reduce=net[0].weight
+        net,
+        delay_all_reduce_named_params=[("1.weight", net[1].weight)],
+        param_to_hook_all_reduce=net[0].weight,
     )
     model(torch.full((1, 2), rank + 1.0)).sum().backward()
     return net[0].weight.grad.clone(), net[1].weight.grad.clone()
@@ -627,7 +662,9 @@ def _two_forwards_then_two_backwards(rank, world):
             second.backward()
         for mine, theirs in zip(after_first, kept, strict=True):
             assert torch.allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-        for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):  # and both together
+        for mine, theirs in zip(
+            net.parameters(), plain.parameters(), strict=True
+        ):  # and both together
             assert torch.allclose(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
@@ -686,9 +723,14 @@ def _hidden_losses(rank, world, how):
     model = paceline.DistributedDataParallel(net)
     for accumulate in (False, True):
         for part, whole in batches(rank, world, (6, 4)):
-            for one, x in ((model, part[:2] if rank else part), (plain, whole[:8])):  # 6 samples here, 2 there
+            for one, x in (
+                (model, part[:2] if rank else part),
+                (plain, whole[:8]),
+            ):  # 6 samples here, 2 there
                 one.zero_grad()
-                halves = (x[: len(x) // 2], x[len(x) // 2 :]) if accumulate and one is model else (x,)
+                halves = (
+                    (x[: len(x) // 2], x[len(x) // 2 :]) if accumulate and one is model else (x,)
+                )
                 for i, half in enumerate(halves):
                     with model.no_sync() if i < len(halves) - 1 else contextlib.nullcontext():
                         one(half)
@@ -721,7 +763,9 @@ def _seldom_hidden(rank, world):
         if step != 2:  # nobody could know: nothing tells that a backward is under way
             for mine, theirs in zip(net.parameters(), plain.parameters(), strict=True):
                 torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-6)
-    assert len([message for message in heard if "does not pass what forward returned" in message]) == 1
+    assert (
+        len([message for message in heard if "does not pass what forward returned" in message]) == 1
+    )
 
 
 def test_a_model_that_hides_its_backward_later_is_told(ranks):

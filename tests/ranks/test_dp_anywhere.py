@@ -1,4 +1,6 @@
-"""DataParallel from a notebook and from a plain script; many at once; choosing by itself; parameters exist once."""
+"""DataParallel from a notebook and from a plain script; many at once; choosing by itself;
+parameters exist once.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +20,10 @@ import torch
 from torch import nn
 
 from paceline import DataParallel
-from paceline.cli.benchmarks.dp import _memory_growth
-from paceline.dp.trial import Trial
+from paceline.bench.bench_dp import _memory_growth
+from paceline.core import NativeStatus
+from paceline.dp.autotune import Autotune
 from paceline.errors import ConfigError
-from paceline.shm import NativeStatus
 
 CELLS = [
     "import torch, paceline\nfrom torch import nn\n_ = torch.randn(300, 300) @ torch.randn(300, 300)",
@@ -83,7 +85,9 @@ def test_an_interactive_session(is_terminal):
     """Typed at a prompt; the second class has the name of the first."""
     command = [sys.executable, "-i", "-q"]
     if not is_terminal:
-        done = subprocess.run(command, input=REPL, capture_output=True, text=True, check=True, timeout=120)
+        done = subprocess.run(
+            command, input=REPL, capture_output=True, text=True, check=True, timeout=120
+        )
         shown = done.stdout
     else:
         shown = _typed(command, REPL)
@@ -115,7 +119,10 @@ def _typed(command: list[str], text: str) -> str:
 
 
 def test_without_the_native_core_it_says_so_and_runs_in_one_piece(monkeypatch):
-    monkeypatch.setattr("paceline.dp.module.native_status", lambda: NativeStatus(available=False, reason="no compiler"))
+    monkeypatch.setattr(
+        "paceline.dp.data_parallel.native_status",
+        lambda: NativeStatus(available=False, reason="no compiler"),
+    )
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     with pytest.warns(UserWarning, match="no compiler"):
         model = DataParallel(nn.Linear(2, 2))
@@ -128,14 +135,19 @@ def test_without_the_native_core_it_says_so_and_runs_in_one_piece(monkeypatch):
 
 @pytest.mark.parametrize("pays", [True, False])
 def test_auto_says_once_that_it_does_not_split(monkeypatch, pays):
-    monkeypatch.setattr(Trial, "splitting_pays", property(lambda self: pays))
+    monkeypatch.setattr(Autotune, "splitting_pays", property(lambda self: pays))
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: {0, 1})
     x = torch.randn(4, 3)
-    with DataParallel(nn.Linear(3, 3), workers="auto") as model, warnings.catch_warnings(record=True) as said:
+    with (
+        DataParallel(nn.Linear(3, 3), workers="auto") as model,
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         for _ in range(12):
             model(x)
-        assert len([each for each in said if "does not split" in str(each.message)]) == (0 if pays else 1)
+        assert len([each for each in said if "does not split" in str(each.message)]) == (
+            0 if pays else 1
+        )
         assert len(model.worker_pids) == (model.workers - 1 if pays else 0)
 
 
@@ -150,14 +162,19 @@ def test_a_script_without_a_main_guard_prints_once(tmp_path):
             print(model.module.bias.grad.item(), end="")
         """)
     )
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout == "start\n6.0"
 
 
 def test_two_models_at_once_and_one_inside_the_other():
     first, second = nn.Linear(3, 3).double(), nn.Linear(3, 3).double()
     x = torch.randn(4, 3, dtype=torch.float64)
-    with DataParallel(copy.deepcopy(first), workers=2) as a, DataParallel(copy.deepcopy(second), workers=2) as b:
+    with (
+        DataParallel(copy.deepcopy(first), workers=2) as a,
+        DataParallel(copy.deepcopy(second), workers=2) as b,
+    ):
         b(a(x)).pow(2).sum().backward()
         second(first(x)).pow(2).sum().backward()
         torch.testing.assert_close(a.module.weight.grad, first.weight.grad, rtol=1e-12, atol=0)
@@ -196,7 +213,7 @@ def test_a_trial_keeps_the_faster_way(whole_s, split_s, pays):
         nonlocal now
         now += seconds
 
-    trial = Trial(lambda: now)
+    trial = Autotune(lambda: now)
     while not trial.is_over:
         trial.run(lambda: take(whole_s), lambda: take(split_s))
     assert trial.splitting_pays is pays

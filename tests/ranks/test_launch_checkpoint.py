@@ -1,4 +1,6 @@
-"""Checkpoints of several ranks: one writes, all agree, nobody waits for ever; a kill leaves the old or the new file."""
+"""Checkpoints of several ranks: one writes, all agree, nobody waits for ever; a kill leaves the old
+or the new file.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,11 @@ def test_saved_by_two_ranks_loaded_by_three_and_by_one(tmp_path, backend):
         model, optimizer = wrapped()
         rest = paceline.load(path, model=model, optimizer=optimizer)
         paceline.destroy_process_group()
-        return rest["step"], model.module.weight.detach(), optimizer.state_dict()["state"][0]["momentum_buffer"]
+        return (
+            rest["step"],
+            model.module.weight.detach(),
+            optimizer.state_dict()["state"][0]["momentum_buffer"],
+        )
 
     (exists, weight), (exists_too, _) = run_ranks(2, save)
     assert exists
@@ -71,7 +77,9 @@ def test_a_call_on_rank_0_only_is_an_error_not_a_deadlock(tmp_path):
         init_group("gloo")
         message = None
         if rank == 0:
-            with pytest.raises(CollectiveTimeout, match=r"ranks \[1, 2\] did not come to it.*if rank == 0") as caught:
+            with pytest.raises(
+                CollectiveTimeout, match=r"ranks \[1, 2\] did not come to it.*if rank == 0"
+            ) as caught:
                 paceline.save(tmp_path / "x.pt", step=1, timeout=datetime.timedelta(seconds=1))
             message = caught.value.missing
         paceline.destroy_process_group()

@@ -17,13 +17,15 @@ SCRIPT = """
     value = torch.tensor([paceline.rank() + 1.0])
     dist.all_reduce(value)
     import sys
-    sys.stdout.write(f"{paceline.launch.group.placement().source}|{paceline.rank()}|{paceline.local_rank()}|{value.item()}\\n")
+    sys.stdout.write(f"{paceline.launch.init.placement().source}|{paceline.rank()}|{paceline.local_rank()}|{value.item()}\\n")
 """
 
 
 def _mpi(kind):
     for program in filter(None, (shutil.which(f"mpirun.{kind}"), shutil.which("mpirun"))):
-        version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+        version = subprocess.run(
+            [program, "--version"], capture_output=True, text=True, check=False
+        ).stdout
         if {"openmpi": "Open MPI", "mpich": "HYDRA"}[kind] in version:
             return program
     pytest.skip(f"mpirun of {kind} is not installed here")
@@ -46,7 +48,9 @@ def test_torchrun(tmp_path):
 
 @pytest.mark.slow
 def test_torchrun_s_single_thread_is_not_taken_for_a_wish(tmp_path):
-    """One rank on all cores: torchrun leaves the variable alone; set by it for several ranks, it is overruled."""
+    """One rank on all cores: torchrun leaves the variable alone; set by it for several ranks, it is
+    overruled.
+    """
     script = write_script(
         tmp_path,
         """
@@ -57,7 +61,14 @@ def test_torchrun_s_single_thread_is_not_taken_for_a_wish(tmp_path):
         sys.stdout.write(f"|{os.environ['OMP_NUM_THREADS']}|{torch.get_num_threads()}\\n")
         """,
     )
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+    ]
     lines, _ = _lines(command)
     shared = max(1, len(os.sched_getaffinity(0)) // 2)
     assert lines == sorted([f"|1|{shared}", "|1|3"])
@@ -68,7 +79,9 @@ def test_torchrun_s_single_thread_is_not_taken_for_a_wish(tmp_path):
 def test_mpirun(tmp_path, kind):
     program = _mpi(kind)
     options = ["--allow-run-as-root", "--oversubscribe"] if kind == "openmpi" else []
-    lines, _ = _lines([program, *options, "-n", "2", sys.executable, str(write_script(tmp_path, SCRIPT))])
+    lines, _ = _lines(
+        [program, *options, "-n", "2", sys.executable, str(write_script(tmp_path, SCRIPT))]
+    )
     name = {"openmpi": "Open MPI", "mpich": "MPICH"}[kind]
     assert lines == [f"{name}|0|0|3.0", f"{name}|1|1|3.0"]
 
@@ -77,6 +90,14 @@ def test_mpirun(tmp_path, kind):
 def test_paceline_run_under_mpirun_is_a_job_of_its_own(tmp_path):
     program = _mpi("openmpi")
     command = [program, "--allow-run-as-root", "--oversubscribe", "-n", "1"]
-    inner = [sys.executable, "-m", "paceline", "run", "-n2", "--preload=torch", str(write_script(tmp_path, SCRIPT))]
+    inner = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "-n2",
+        "--preload=torch",
+        str(write_script(tmp_path, SCRIPT)),
+    ]
     lines, _ = _lines([*command, *inner])
     assert lines == ["[0] paceline run|0|0|3.0", "[1] paceline run|1|1|3.0"]

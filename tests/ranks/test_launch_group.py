@@ -1,4 +1,6 @@
-"""`init_process_group()` in simulated environments: it finds the place, or says who or what is wrong."""
+"""`init_process_group()` in simulated environments: it finds the place, or says who or what is
+wrong.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def _sum_of_ranks():
 
 
 def _place():
-    here = paceline.launch.group.placement()
+    here = paceline.launch.init.placement()
     return (here.source, here.rank, here.world_size, here.local_rank, here.local_world_size)
 
 
@@ -55,7 +57,9 @@ def test_master_address_without_local_rank(port, backend):
     """Kubernetes' PyTorchJob, or variables set by hand."""
 
     def join(rank, world):
-        _become({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        _become(
+            {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        )
         paceline.init_process_group(backend)
         total, place = _sum_of_ranks(), _place()
         paceline.destroy_process_group()
@@ -89,7 +93,13 @@ def test_slurm_across_nodes_uses_the_job_s_host_list():
     """`localhost` stands for the first of two nodes."""
 
     def join(rank, world, job):
-        _become({**_slurm(rank, world, job), "SLURM_STEP_NUM_NODES": 2, "SLURM_STEP_NODELIST": "localhost,node8"})
+        _become(
+            {
+                **_slurm(rank, world, job),
+                "SLURM_STEP_NUM_NODES": 2,
+                "SLURM_STEP_NODELIST": "localhost,node8",
+            }
+        )
         os.environ["SLURM_LOCALID"] = "0"
         paceline.init_process_group("gloo")
         total = _sum_of_ranks()
@@ -104,9 +114,13 @@ def test_a_missing_rank_is_named_by_all_that_came(port, tmp_path):
         if rank == 1:
             return None
         _start_together(tmp_path, rank, [0, 2])
-        _become({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        _become(
+            {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        )
         os.environ["PACELINE_JOIN_TIMEOUT"] = "3"
-        with pytest.raises(CollectiveTimeout, match=r"world of 3.*but rank 1 did not come") as caught:
+        with pytest.raises(
+            CollectiveTimeout, match=r"world of 3.*but rank 1 did not come"
+        ) as caught:
             paceline.init_process_group("gloo")
         return caught.value.missing
 
@@ -117,7 +131,9 @@ def test_a_missing_rank_0_is_named(port):
     def join(rank, world):
         if rank == 0:
             return None
-        _become({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        _become(
+            {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        )
         os.environ["PACELINE_JOIN_TIMEOUT"] = "2"
         with pytest.raises(
             CollectiveTimeout, match=f"rank 1 could not reach 127.0.0.1:{port}.*Rank 0 is missing"
@@ -133,7 +149,9 @@ def test_a_taken_port_is_named():
         with socket.create_server(("127.0.0.1", 0)) as taken:
             port = taken.getsockname()[1]
             _become({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
-            with pytest.raises(ConfigError, match=f"rank 0 cannot listen on port {port}.*MASTER_PORT"):
+            with pytest.raises(
+                ConfigError, match=f"rank 0 cannot listen on port {port}.*MASTER_PORT"
+            ):
                 paceline.init_process_group("gloo")
 
     run_ranks(1, join)
@@ -201,7 +219,9 @@ def test_alone_is_a_world_of_one_and_can_be_joined_again(backend):
 
 def test_leaving_and_joining_again_with_others(port):
     def join(rank, world):
-        _become({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        _become(
+            {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        )
         totals = []
         for _ in range(3):
             paceline.init_process_group("gloo", quiet=True)
@@ -220,7 +240,12 @@ def test_arguments_of_torch_s_function_are_passed_on():
 
         store = dist.FileStore(os.environ["PACELINE_TEST_RENDEZVOUS"], world)
         paceline.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=datetime.timedelta(seconds=30), group_name="mine"
+            "gloo",
+            store=store,
+            rank=rank,
+            world_size=world,
+            timeout=datetime.timedelta(seconds=30),
+            group_name="mine",
         )
         total = _sum_of_ranks()
         paceline.destroy_process_group()
@@ -259,7 +284,9 @@ def test_bound_ranks_keep_their_cores(port, backend):
 
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[rank % len(cores)]})
-        _become({"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        _become(
+            {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        )
         paceline.init_process_group(backend, quiet=True)
         threads = torch.get_num_threads()
         paceline.destroy_process_group()

@@ -1,4 +1,6 @@
-"""A real notebook, executed headlessly by a real kernel: `paceline.spawn` of a function defined in a cell."""
+"""A real notebook, executed headlessly by a real kernel: `paceline.spawn` of a function defined in
+a cell.
+"""
 
 from __future__ import annotations
 

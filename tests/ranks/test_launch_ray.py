@@ -31,7 +31,7 @@ SCRIPT = """
         paceline.init_process_group()
         value = torch.tensor([base + paceline.rank()])
         dist.all_reduce(value)
-        here = paceline.launch.group.placement()
+        here = paceline.launch.init.placement()
         place = (here.source, here.rank, here.local_rank, here.local_world_size)
         return Local((*place, dist.get_backend(), scale * value.item()))
 
@@ -70,7 +70,9 @@ SCRIPT = """
 
 
 def test_results_errors_and_deaths(tmp_path):
-    with launched([sys.executable, str(write_script(tmp_path, SCRIPT))], env=_quiet(tmp_path)) as job:
+    with launched(
+        [sys.executable, str(write_script(tmp_path, SCRIPT))], env=_quiet(tmp_path)
+    ) as job:
         code = job.wait(280)
         assert code == 0, job.stdout + job.stderr[-3000:]
         assert job.left_after(15.0) == []
@@ -111,8 +113,12 @@ RAY_TRAIN = """
 
 
 def test_inside_ray_train(tmp_path):
-    pytest.importorskip("pandas", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
-    pytest.importorskip("pyarrow", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'")
+    pytest.importorskip(
+        "pandas", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'"
+    )
+    pytest.importorskip(
+        "pyarrow", reason="Ray Train's own dependencies are not installed: pip install 'ray[train]'"
+    )
     command = [sys.executable, str(write_script(tmp_path, RAY_TRAIN)), str(tmp_path)]
     with launched(command, env=_quiet(tmp_path)) as job:
         code = job.wait(280)
@@ -139,7 +145,10 @@ CANCELLED = """
 def test_ctrl_c_ends_the_workers_and_a_cluster_it_started(tmp_path):
     from tests.harness.launched import wait_for_files
 
-    with launched([sys.executable, str(write_script(tmp_path, CANCELLED)), str(tmp_path)], env=_quiet(tmp_path)) as job:
+    with launched(
+        [sys.executable, str(write_script(tmp_path, CANCELLED)), str(tmp_path)],
+        env=_quiet(tmp_path),
+    ) as job:
         wait_for_files(tmp_path / "up-0", timeout=90)
         os.kill(job.process.pid, signal.SIGINT)
         assert job.wait(60) == 130
@@ -147,7 +156,12 @@ def test_ctrl_c_ends_the_workers_and_a_cluster_it_started(tmp_path):
 
 
 def _quiet(tmp_path):
-    return {"PYTHONWARNINGS": "ignore", "RAY_DEDUP_LOGS": "0", "RAY_TRAIN_V2_ENABLED": "1", "HOME": str(tmp_path)}
+    return {
+        "PYTHONWARNINGS": "ignore",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "HOME": str(tmp_path),
+    }
 
 
 def test_without_ray_the_error_names_the_extra():

@@ -1,4 +1,6 @@
-"""`paceline run` when all goes well: the script is `__main__` as under python, ranks meet, output is in order."""
+"""`paceline run` when all goes well: the script is `__main__` as under python, ranks meet, output
+is in order.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,10 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, method):
     folder.mkdir()
     (folder / "helper.py").write_text("WORD = 'found'\n")
     script = write_script(folder, LIKE_PYTHON)
-    job = _run(run_command(script, "--lr", "-n", "0.1", options=(f"--start-method={method}",)), cwd=tmp_path)
+    job = _run(
+        run_command(script, "--lr", "-n", "0.1", options=(f"--start-method={method}",)),
+        cwd=tmp_path,
+    )
     assert _by_rank(job) == ["['--lr', '-n', '0.1'] train.py code found __mp_main__"] * 2
 
 
@@ -55,8 +60,20 @@ def test_a_module_runs_as_python_m_would_run_it(tmp_path):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text("import sys\nfrom . import __name__ as n\nprint(__name__, n, sys.argv[1:])\n")
-    command = [sys.executable, "-m", "paceline", "run", "--preload=", "-n2", "-m", "package.train", "-x"]
+    (package / "train.py").write_text(
+        "import sys\nfrom . import __name__ as n\nprint(__name__, n, sys.argv[1:])\n"
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "paceline",
+        "run",
+        "--preload=",
+        "-n2",
+        "-m",
+        "package.train",
+        "-x",
+    ]
     assert _by_rank(_run(command, cwd=tmp_path)) == ["__main__ package ['-x']"] * 2
 
 
@@ -69,7 +86,10 @@ def test_ranks_differ_where_processes_do_and_agree_on_their_place(tmp_path):
               random.random(), numpy.random.rand(), os.getpgrp() == os.getpid())
         """,
     )
-    found = [line.split() for line in _by_rank(_run(run_command(script, ranks=2, options=("--preload=numpy",))))]
+    found = [
+        line.split()
+        for line in _by_rank(_run(run_command(script, ranks=2, options=("--preload=numpy",))))
+    ]
     assert [line[:4] for line in found] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
     assert found[0][4] != found[1][4]
     assert found[0][5] != found[1][5]
@@ -93,9 +113,16 @@ MEET = """
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo", "stock"])
 def test_ranks_meet_and_leave_without_a_word(tmp_path, backend):
-    job = _run(run_command(write_script(tmp_path, MEET), backend, options=(TORCH,)), env={"PACELINE_THREADS": "1"})
+    job = _run(
+        run_command(write_script(tmp_path, MEET), backend, options=(TORCH,)),
+        env={"PACELINE_THREADS": "1"},
+    )
     assert _by_rank(job) == ["3.0 0 2 0 1", "3.0 1 2 1 1"]
-    said = [] if backend == "stock" else [f"[0] paceline: 2 ranks (paceline run), {backend}, 1 thread per rank"]
+    said = (
+        []
+        if backend == "stock"
+        else [f"[0] paceline: 2 ranks (paceline run), {backend}, 1 thread per rank"]
+    )
     assert job.stderr.splitlines() == said
 
 
@@ -130,7 +157,9 @@ def test_two_hosts_meet_through_torch_s_rendezvous(tmp_path, kind):
         thread.start()
     for thread in threads:
         thread.join()
-    lines = sorted((line.split() for job in jobs for line in _by_rank(job)), key=lambda line: line[1])
+    lines = sorted(
+        (line.split() for job in jobs for line in _by_rank(job)), key=lambda line: line[1]
+    )
     assert [line[:3] for line in lines] == [["6.0", "0", "3"], ["6.0", "1", "3"], ["6.0", "2", "3"]]
     assert sorted(line[3] for line in lines) == ["0", "0", "1"]
 
@@ -174,7 +203,9 @@ LOADER = """
 @pytest.mark.parametrize("victim", ["launcher", "rank"])
 def test_loader_workers_end_with_their_rank(tmp_path, victim):
     before = set(os.listdir("/dev/shm"))
-    with launched(run_command(write_script(tmp_path, LOADER), str(tmp_path), options=(TORCH,))) as job:
+    with launched(
+        run_command(write_script(tmp_path, LOADER), str(tmp_path), options=(TORCH,))
+    ) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
         pid = job.process.pid if victim == "launcher" else int((tmp_path / "up-1").read_text())
         os.kill(pid, signal.SIGKILL)
@@ -230,7 +261,10 @@ def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
         paceline.init_process_group()
         """,
     )
-    for moment, message in (("before", "RuntimeError: too early"), ("in", "ConfigError: PACELINE_THREADS")):
+    for moment, message in (
+        ("before", "RuntimeError: too early"),
+        ("in", "ConfigError: PACELINE_THREADS"),
+    ):
         job = _run(run_command(script, moment, options=(TORCH,)), code=1)
         assert "rank 1" in job.last_line
         assert message in job.last_line

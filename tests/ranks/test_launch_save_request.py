@@ -16,7 +16,9 @@ from tests.harness.launched import launched, run_command, wait_for_files, write_
 
 
 def _loop(rank, steps, pause, signal_at):
-    """Calls per step without any collective, so ranks drift apart freely. Returns (step, stop) of each request."""
+    """Calls per step without any collective, so ranks drift apart freely. Returns (step, stop) of
+    each request.
+    """
     found = []
     for step in range(steps):
         number = signal_at.get((rank, step))
@@ -58,7 +60,10 @@ def test_several_requests_and_several_senders():
 
     first, second = run_ranks(2, train)
     assert first == second
-    assert len(first) in {2, 3}  # the two at step 20 are one request or two, the late one is its own
+    assert len(first) in {
+        2,
+        3,
+    }  # the two at step 20 are one request or two, the late one is its own
 
 
 def test_a_request_when_a_rank_has_finished_already_is_dropped():
@@ -149,7 +154,9 @@ def test_sigterm_of_the_launcher_saves_once_on_all_ranks(tmp_path):
         assert job.wait() == 0, job.stderr
         assert job.left_after(0.0) == []
     lines = sorted(job.stdout.splitlines())
-    steps = [[int(line.split()[-1]) for line in lines if line.startswith(f"[{rank}]")] for rank in (0, 1)]
+    steps = [
+        [int(line.split()[-1]) for line in lines if line.startswith(f"[{rank}]")] for rank in (0, 1)
+    ]
     assert sorted(steps[0]) == sorted(steps[1])
     assert len(steps[0]) == 2
     assert paceline.load(tmp_path / "last.pt")["step"] == max(steps[0])

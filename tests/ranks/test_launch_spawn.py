@@ -28,7 +28,12 @@ def _average(base, scale=1.0):
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 def test_results_come_back_in_rank_order(backend, capfd):
     results = paceline.spawn(
-        _average, (10.0,), 3, kwargs={"scale": 2.0}, preload=("torch",), env={"PACELINE_BACKEND": backend}
+        _average,
+        (10.0,),
+        3,
+        kwargs={"scale": 2.0},
+        preload=("torch",),
+        env={"PACELINE_BACKEND": backend},
     )
     assert results == [(0, 66.0), (1, 66.0), (2, 66.0)]
     shown = capfd.readouterr()
@@ -98,7 +103,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -2), (signal.SIGKILL, -9), (signal.SIGTERM, -15)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, -2), (signal.SIGKILL, -9), (signal.SIGTERM, -15)]
+)
 def test_ranks_end_with_the_process_that_spawned_them(tmp_path, number, code):
     with launched([sys.executable, str(write_script(tmp_path, SCRIPT)), str(tmp_path)]) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")

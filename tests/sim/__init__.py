@@ -7,8 +7,8 @@
     tests/sim/stock_parallel.py   what torch's own nn.DataParallel lacks off CUDA
     tests/sim/csrc/               the device: memory, streams, dispatch, and the happens-before checker
 
-Load it in a process of its own (`tests.harness.run_ranks`): torch starts its autograd threads, one per device, at
-the first backward, so a process that has already run one cannot gain devices.
+Load it in a process of its own (`tests.harness.run_ranks`): torch starts its autograd threads, one
+per device, at the first backward, so a process that has already run one cannot gain devices.
 """
 
 from tests.sim.build import SimUnavailable, library

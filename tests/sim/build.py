@@ -1,7 +1,9 @@
-"""Compiles the simulated accelerator once per torch version and source, with the C++ compiler alone.
+"""Compiles the simulated accelerator once per torch version and source, with the C++ compiler
+alone.
 
-The library lands in a cache directory named by a hash of everything that decides its contents. Any number of
-processes may ask at once: the first takes a file lock and builds, the others wait and find it done.
+The library lands in a cache directory named by a hash of everything that decides its contents. Any
+number of processes may ask at once: the first takes a file lock and builds, the others wait and
+find it done.
 """
 
 from __future__ import annotations
@@ -21,8 +23,18 @@ __all__ = ["SimUnavailable", "library"]
 _SOURCES = pathlib.Path(__file__).parent / "csrc"
 # -O1: the kernels are torch's own; what is compiled here only passes tensors on. -DNDEBUG: as torch itself was built,
 # which decides the layout of some of its classes.
-_FLAGS = ("-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-DNDEBUG", "-Wall", "-Wno-stringop-overflow")
-_UNITS = 2  # torch's headers take longer to read than all sources to compile, so few units read them
+_FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-DNDEBUG",
+    "-Wall",
+    "-Wno-stringop-overflow",
+)
+_UNITS = (
+    2  # torch's headers take longer to read than all sources to compile, so few units read them
+)
 _COMPILE_TIMEOUT_S = 600.0
 
 
@@ -48,15 +60,21 @@ def library() -> pathlib.Path:
 def _compiler() -> list[str]:
     command = shlex.split(os.environ.get("CXX", "c++"))
     if shutil.which(command[0]) is None:
-        raise SimUnavailable(f"no C++ compiler: {command[0]!r} is not on PATH (set CXX to name another)")
+        raise SimUnavailable(
+            f"no C++ compiler: {command[0]!r} is not on PATH (set CXX to name another)"
+        )
     return command
 
 
 def _cache_directory(compiler: list[str]) -> pathlib.Path:
     import torch
 
-    version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, check=False).stdout
-    content = hashlib.sha256(repr((torch.__version__, str(torch.__path__), compiler, version, _FLAGS)).encode())
+    version = subprocess.run(
+        [*compiler, "--version"], capture_output=True, text=True, check=False
+    ).stdout
+    content = hashlib.sha256(
+        repr((torch.__version__, str(torch.__path__), compiler, version, _FLAGS)).encode()
+    )
     for path in sorted(_SOURCES.iterdir()):
         content.update(path.name.encode() + b"\0" + path.read_bytes())
     home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
@@ -67,8 +85,16 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
     import torch
 
     root = pathlib.Path(torch.__path__[0])
-    headers = ["-isystem", str(root / "include"), "-isystem", str(root / "include/torch/csrc/api/include")]
-    with tempfile.TemporaryDirectory(prefix="paceline-sim-") as scratch, ThreadPoolExecutor(_UNITS) as pool:
+    headers = [
+        "-isystem",
+        str(root / "include"),
+        "-isystem",
+        str(root / "include/torch/csrc/api/include"),
+    ]
+    with (
+        tempfile.TemporaryDirectory(prefix="paceline-sim-") as scratch,
+        ThreadPoolExecutor(_UNITS) as pool,
+    ):
 
         def compile_unit(number: int) -> str:
             unit = pathlib.Path(scratch, f"unit{number}.cpp")
@@ -85,7 +111,11 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
 
 
 def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=_COMPILE_TIMEOUT_S
+    )
     if done.returncode != 0:
         # A compiler that is there but fails is a fault to see, not a reason to skip.
-        raise RuntimeError(f"the simulated accelerator did not compile: {shlex.join(command)}\n{done.stderr}")
+        raise RuntimeError(
+            f"the simulated accelerator did not compile: {shlex.join(command)}\n{done.stderr}"
+        )

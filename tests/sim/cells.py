@@ -7,7 +7,9 @@ from torch import Tensor
 
 __all__ = ["register"]
 
-_registered: list[torch.library.Library] = []  # an implementation lives as long as its Library object
+_registered: list[
+    torch.library.Library
+] = []  # an implementation lives as long as its Library object
 
 
 def register() -> None:
@@ -30,14 +32,21 @@ def _lstm_cell(
     input_bias: Tensor | None = None,
     hidden_bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    i, f, g, o = (_with_bias(input_gates, input_bias) + _with_bias(hidden_gates, hidden_bias)).chunk(4, 1)
+    i, f, g, o = (
+        _with_bias(input_gates, input_bias) + _with_bias(hidden_gates, hidden_bias)
+    ).chunk(4, 1)
     i, f, g, o = i.sigmoid(), f.sigmoid(), g.tanh(), o.sigmoid()
     cy = f * cx + i * g
     return o * cy.tanh(), cy, torch.cat([i, f, g, o], 1)
 
 
 def _lstm_cell_backward(
-    grad_hy: Tensor | None, grad_cy: Tensor | None, cx: Tensor, cy: Tensor, workspace: Tensor, has_bias: bool
+    grad_hy: Tensor | None,
+    grad_cy: Tensor | None,
+    cx: Tensor,
+    cy: Tensor,
+    workspace: Tensor,
+    has_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     i, f, g, o = workspace.chunk(4, 1)
     tanh_cy = cy.tanh()

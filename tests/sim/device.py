@@ -26,10 +26,14 @@ __all__ = [
 
 
 def load(devices: int = 4) -> None:
-    """Make `devices` simulated devices the accelerator of this process. A second call must ask for the same number."""
+    """Make `devices` simulated devices the accelerator of this process. A second call must ask for
+    the same number.
+    """
     if hasattr(torch, "sim"):
         if torch.sim.device_count() != devices:
-            raise RuntimeError(f"this process has {torch.sim.device_count()} simulated devices already, not {devices}")
+            raise RuntimeError(
+                f"this process has {torch.sim.device_count()} simulated devices already, not {devices}"
+            )
         return
     torch.ops.load_library(library())
     torch.ops.sim.set_device_count(devices)
@@ -43,21 +47,25 @@ def load(devices: int = 4) -> None:
 
 
 def hazards(*, clear: bool = True) -> list[str]:
-    """Pairs of accesses that a real device could reorder, as sentences, in the order they were found."""
+    """Pairs of accesses that a real device could reorder, as sentences, in the order they were
+    found.
+    """
     return list(torch.ops.sim.hazards(clear))
 
 
 def raise_at_hazard(on: bool = True) -> None:
     """Raise where a launch has a hazard, for a traceback that leads to it.
 
-    Hazards of the host's own accesses and of frees are still only listed: torch lets nothing be raised there.
+    Hazards of the host's own accesses and of frees are still only listed: torch lets nothing be
+    raised there.
     """
     torch.ops.sim.raise_at_hazard(on)
 
 
 @contextlib.contextmanager
 def left_out(kind: str) -> Iterator[None]:
-    """Run a program as if all its `waits` (of streams), `record_stream` or `synchronize` (of the host) were missing.
+    """Run a program as if all its `waits` (of streams), `record_stream` or `synchronize` (of the
+    host) were missing.
 
     This also reaches calls made inside torch: by autograd, by Futures, by a reducer in C++.
     """
@@ -84,7 +92,9 @@ def forget_counts() -> None:
 
 @contextlib.contextmanager
 def kernel(name: str, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> Iterator[Any]:
-    """A kernel written in Python: one launch on the current stream; yields the CPU views of its operands."""
+    """A kernel written in Python: one launch on the current stream; yields the CPU views of its
+    operands.
+    """
     torch.ops.sim.kernel_begin(name, list(reads), list(writes))
     try:
         yield [torch.ops.sim.view_on_cpu(t) for t in (*reads, *writes)]
@@ -93,7 +103,9 @@ def kernel(name: str, reads: Sequence[Any] = (), writes: Sequence[Any] = ()) -> 
 
 
 def host_view(tensor: Any) -> Any:
-    """Device memory as the host sees it. Using it before the host has waited for the device is a hazard."""
+    """Device memory as the host sees it. Using it before the host has waited for the device is a
+    hazard.
+    """
     return torch.ops.sim.view_on_cpu(tensor)
 
 
@@ -113,7 +125,9 @@ class _SimModule:
 
     def __init__(self, devices: int) -> None:
         self._devices = devices
-        self._initialized = True  # activation checkpointing asks this before it saves the generators
+        self._initialized = (
+            True  # activation checkpointing asks this before it saves the generators
+        )
 
         class device(torch.accelerator.device_index):  # noqa: N801 - torch.cuda spells it so
             def __init__(inner, which: Any) -> None:  # noqa: N805 - `self` is the module

@@ -1,12 +1,13 @@
 """`simccl`: a process group for `sim` tensors that is ordered like NCCL's.
 
-A collective is one launch on a communication stream of its own: it starts after what the caller's stream was given
-before, and the caller's stream goes on at once. `Work.wait()` and the Future order streams, not the host. A Work
-holds on to its tensors until someone waits; dropped before that, it leaves them recorded on the communication stream.
-So callers need no `record_stream` of their own. The bytes travel through Gloo, in the launching thread, over private
-copies.
+A collective is one launch on a communication stream of its own: it starts after what the caller's
+stream was given before, and the caller's stream goes on at once. `Work.wait()` and the Future order
+streams, not the host. A Work holds on to its tensors until someone waits; dropped before that, it
+leaves them recorded on the communication stream. So callers need no `record_stream` of their own.
+The bytes travel through Gloo, in the launching thread, over private copies.
 
-CPU tensors are exchanged in place of a second backend: they go straight to Gloo, and are done when the call returns.
+CPU tensors are exchanged in place of a second backend: they go straight to Gloo, and are done when
+the call returns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def register() -> None:
 
 
 class StreamWork(dist.Work):
-    """A collective on its way: `wait` makes the caller's stream wait for it and lets go of the tensors."""
+    """A collective on its way: `wait` makes the caller's stream wait for it and lets go of the
+    tensors.
+    """
 
     def __init__(
         self,
@@ -92,7 +95,12 @@ class StreamOrderedGroup(dist.ProcessGroup):
     # ---- one collective
 
     def _launch(
-        self, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor], exchange: Exchange, result: Any
+        self,
+        name: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        exchange: Exchange,
+        result: Any,
     ) -> StreamWork:
         device = _one_device([*reads, *writes])
         if device.type == "cpu":
@@ -112,7 +120,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
         tensors, op = _listed(tensors), getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
         if tensors[0].is_sparse:
             return self._allreduce_sparse(tensors, op)
-        return self._launch("all_reduce", [], tensors, lambda views: self._reduce_each(views, op), tensors)
+        return self._launch(
+            "all_reduce", [], tensors, lambda views: self._reduce_each(views, op), tensors
+        )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> StreamWork:
         return self.allreduce(tensors, opts)
@@ -127,7 +137,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
                 self._wire.broadcast([view], request).wait()
 
         am_root = self.rank() == root
-        return self._launch("broadcast", tensors if am_root else [], [] if am_root else tensors, exchange, tensors)
+        return self._launch(
+            "broadcast", tensors if am_root else [], [] if am_root else tensors, exchange, tensors
+        )
 
     def reduce(self, tensors: list[Tensor], opts: Any) -> StreamWork:
         def exchange(views: list[Tensor]) -> None:
@@ -137,9 +149,13 @@ class StreamOrderedGroup(dist.ProcessGroup):
                     view.copy_(total)
 
         am_root = self.rank() == opts.rootRank
-        return self._launch("reduce", [] if am_root else tensors, tensors if am_root else [], exchange, tensors)
+        return self._launch(
+            "reduce", [] if am_root else tensors, tensors if am_root else [], exchange, tensors
+        )
 
-    def allgather(self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None) -> StreamWork:
+    def allgather(
+        self, outputs: list[Any], inputs: list[Tensor] | Tensor, opts: Any = None
+    ) -> StreamWork:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]
 
@@ -157,7 +173,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> StreamWork:
         return self._allgather_base(output, given, opts)
 
-    def reduce_scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> StreamWork:
+    def reduce_scatter(
+        self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any
+    ) -> StreamWork:
         def exchange(views: list[Tensor]) -> None:
             pieces = [piece.clone() for piece in views[:-1]]
             self._reduce_each(pieces, opts.reduceOp)
@@ -172,7 +190,12 @@ class StreamOrderedGroup(dist.ProcessGroup):
         return self._reduce_scatter_base(output, given, opts)
 
     def alltoall_base(
-        self, output: Tensor, given: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
+        self,
+        output: Tensor,
+        given: Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        opts: Any = None,
     ) -> StreamWork:
         def exchange(views: list[Tensor]) -> None:
             self._wire.alltoall_base(views[1], views[0], output_sizes, input_sizes).wait()
@@ -181,7 +204,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> StreamWork:
         def exchange(views: list[Tensor]) -> None:
-            self._sending.append(self._wire.send([views[0].clone()], to, tag))  # the peer may not have asked yet
+            self._sending.append(
+                self._wire.send([views[0].clone()], to, tag)
+            )  # the peer may not have asked yet
 
         return self._launch("send", tensors[:1], [], exchange, tensors)
 
@@ -207,7 +232,9 @@ class StreamOrderedGroup(dist.ProcessGroup):
                 view.div_(self.size())
 
     def _allreduce_sparse(self, tensors: list[Tensor], op: Any) -> StreamWork:
-        """The number of entries changes, so the host takes part: it waits, as every library does here."""
+        """The number of entries changes, so the host takes part: it waits, as every library does
+        here.
+        """
         device = tensors[0].device
         for tensor in tensors:
             total = tensor.cpu()
@@ -249,12 +276,16 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
 
 
 def _completed(future: Any, result: Any) -> Any:
-    future.set_result(result)  # notes the current streams of the future's devices, for whoever waits
+    future.set_result(
+        result
+    )  # notes the current streams of the future's devices, for whoever waits
     return future
 
 
 def _exchange_copies(views: list[Tensor], reads: int, exchange: Exchange) -> None:
-    """Gloo works in threads of its own, where accesses would look like the host's: give it private memory."""
+    """Gloo works in threads of its own, where accesses would look like the host's: give it private
+    memory.
+    """
     copies = [view.clone(memory_format=torch.contiguous_format) for view in views]
     exchange(copies)
     for view, copy in zip(views[reads:], copies[reads:], strict=True):

@@ -1,7 +1,7 @@
 """Lets torch's own `nn.DataParallel` run off CUDA, as a reference.
 
-Its three communication functions exist in C++ for CUDA only; here they are made of generic operators. Everything
-else - threads, replicas, autograd functions - is torch's code as it is.
+Its three communication functions exist in C++ for CUDA only; here they are made of generic
+operators. Everything else - threads, replicas, autograd functions - is torch's code as it is.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ def stock_data_parallel() -> Iterator[type[torch.nn.DataParallel]]:
     if torch.accelerator.current_accelerator().type == "cuda":
         yield torch.nn.DataParallel
         return
-    functions = {"_scatter": _scatter, "_gather": _gather, "_broadcast_coalesced": _broadcast_coalesced}
+    functions = {
+        "_scatter": _scatter,
+        "_gather": _gather,
+        "_broadcast_coalesced": _broadcast_coalesced,
+    }
     with mock.patch.multiple(torch._C, create=True, **functions):
         yield torch.nn.DataParallel
 
@@ -40,7 +44,11 @@ def _scatter(
     dim: int,
     streams: Sequence[torch.Stream | None] | None,
 ) -> list[Tensor]:
-    chunks = tensor.split(list(chunk_sizes), dim) if chunk_sizes is not None else tensor.chunk(len(devices), dim)
+    chunks = (
+        tensor.split(list(chunk_sizes), dim)
+        if chunk_sizes is not None
+        else tensor.chunk(len(devices), dim)
+    )
     scattered = []
     for position, (chunk, device) in enumerate(zip(chunks, devices, strict=False)):
         with (streams and streams[position]) or contextlib.nullcontext():
@@ -53,9 +61,14 @@ def _gather(tensors: Sequence[Tensor], dim: int, destination: int | None) -> Ten
     return torch.cat([tensor.to(_device(target)) for tensor in tensors], dim)
 
 
-def _broadcast_coalesced(tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int) -> list[list[Tensor]]:
+def _broadcast_coalesced(
+    tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[Tensor]]:
     """The first copy shares the original's memory: BatchNorm's statistics rely on it."""
     return [
-        [t.view_as(t) if device == t.get_device() else t.to(_device(device), non_blocking=True) for t in tensors]
+        [
+            t.view_as(t) if device == t.get_device() else t.to(_device(device), non_blocking=True)
+            for t in tensors
+        ]
         for device in devices
     ]

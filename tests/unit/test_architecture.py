@@ -1,4 +1,6 @@
-"""The shape of the code: imports point downwards, public names are declared, the C ABI is its header."""
+"""The shape of the code: imports point downwards, public names are declared, the C ABI is its
+header.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,19 @@ PACKAGE = ROOT / "src" / "paceline"
 # Lowest first. A module may import from its own layer's package and from lower layers only.
 LAYERS = [
     ["_version"],
-    ["errors", "heap"],
-    ["last_words"],
-    ["_registration"],  # reaches up to `groups` inside a function, when torch asks for a group
-    ["shm"],
-    ["groups"],
-    ["observe"],
+    ["errors", "_linux", "_malloc"],
+    ["rank_env", "failure_channel"],
+    ["_backend_registration"],  # reaches up to `backend` inside a function, when torch asks for a group
+    ["core"],
+    ["backend"],
+    ["telemetry"],
+    ["integrations"],
+    ["diagnostics"],
     ["data"],
     ["ddp", "dp"],
     ["launch"],
     ["checkpoint", "ray"],
+    ["bench"],
     ["cli"],
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -72,9 +77,11 @@ def test_every_part_of_the_package_has_a_layer():
 @pytest.mark.parametrize("name", sorted(set(modules()) - {"paceline", "paceline.__main__"}))
 def test_imports_point_downwards(name):
     part = name.split(".")[1]
-    for target in imports(modules()[name], top_level_only=part == "_registration"):
+    for target in imports(modules()[name], top_level_only=part == "_backend_registration"):
         other = target.split(".")[1]
-        assert other == part or LEVEL[other] < LEVEL[part], f"{name} imports {target}, which is not below it"
+        assert other == part or LEVEL[other] < LEVEL[part], (
+            f"{name} imports {target}, which is not below it"
+        )
 
 
 def test_no_import_cycles():
@@ -86,7 +93,8 @@ def test_no_import_cycles():
             return
         assert name not in trail, " -> ".join((*trail[trail.index(name) :], name))
         for target in graph[name]:
-            # A package's __init__ gathers its own modules, which may name the package: that is no cycle.
+            # A package's __init__ gathers its own modules, which may name the package: that is no
+            # cycle.
             if not name.startswith(target + "."):
                 visit(target, (*trail, name))
         done.add(name)
@@ -114,7 +122,9 @@ def test_all_equals_the_public_names(name):
     public = {n for n in defined if not n.startswith("_")}
     is_package = modules()[name].name == "__init__.py"
     if declared is None:
-        assert not public or name.endswith(("__main__", "_version")), f"{name} has no __all__ but defines {public}"
+        assert not public or name.endswith(("__main__", "_version")), (
+            f"{name} has no __all__ but defines {public}"
+        )
         return
     assert len(declared) == len(set(declared))
     if is_package:
@@ -144,11 +154,13 @@ def test_the_backend_is_registered_whichever_is_imported_first(order):
 
 
 def test_exported_symbols_equal_the_header():
-    library = PACKAGE / "shm" / "libpaceline_core.so"
+    library = PACKAGE / "core" / "libpaceline_core.so"
     if not library.exists():
         pytest.skip("the native core is not built here")
     header = (ROOT / "csrc" / "include" / "paceline_core.h").read_text()
     declared = set(re.findall(r"PLC_API[^;(]*?\b(plc_\w+)\s*\(", header))
-    table = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True)
+    table = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True
+    )
     exported = {line.split()[-1].split("@")[0] for line in table.stdout.splitlines()}
     assert exported == declared

@@ -36,7 +36,15 @@ class Sampler:
 def test_everything_comes_back(tmp_path):
     model, optimizer = _trained(0)
     path = tmp_path / "deep" / "last.pt"
-    paceline.save(path, model=model, optimizer=optimizer, sampler=Sampler(7), step=12, losses=[1.5, None], name="run")
+    paceline.save(
+        path,
+        model=model,
+        optimizer=optimizer,
+        sampler=Sampler(7),
+        step=12,
+        losses=[1.5, None],
+        name="run",
+    )
     other, other_optimizer = _trained(1)
     sampler = Sampler()
     rest = paceline.load(path, model=other, optimizer=other_optimizer, sampler=sampler)
@@ -60,7 +68,9 @@ def test_a_wrapped_model_is_saved_bare_and_loads_into_either(tmp_path):
 
 def test_names_of_checkpoints_with_a_wrapper_in_them_are_understood(tmp_path):
     model, _ = _trained(0)
-    paceline.save(tmp_path / "a.pt", model={f"module.{k}": v for k, v in model.state_dict().items()})
+    paceline.save(
+        tmp_path / "a.pt", model={f"module.{k}": v for k, v in model.state_dict().items()}
+    )
     other, _ = _trained(1)
     paceline.load(tmp_path / "a.pt", model=other)
     assert torch.equal(other[0].weight, model[0].weight)
@@ -107,7 +117,8 @@ def test_an_error_while_writing_leaves_the_previous_checkpoint(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"", "can be read safely"), (b"PK\x03\x04 half a file", "can be read safely")]
+    ("content", "message"),
+    [(b"", "can be read safely"), (b"PK\x03\x04 half a file", "can be read safely")],
 )
 def test_a_damaged_file_is_named(tmp_path, content, message):
     (tmp_path / "x.pt").write_bytes(content)

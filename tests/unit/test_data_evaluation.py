@@ -26,18 +26,25 @@ def run(evaluation):
     for features, index in evaluation:
         evaluation.add(loss=(features**2).sum(1), hit=features[:, 0] > 0)
         evaluation.add_sum("weighted", float((features[:, 1] * 3).sum().double()), 2 * len(index))
-        evaluation.collect(index=index, name=[f"sample {i}" for i in index.tolist()], features=features)
+        evaluation.collect(
+            index=index, name=[f"sample {i}" for i in index.tolist()], features=features
+        )
     return evaluation
 
 
 def of_ranks(length, world, batch_size):
-    parts = [run(Evaluation(data(length), batch_size, rank=rank, world_size=world)).part() for rank in range(world)]
+    parts = [
+        run(Evaluation(data(length), batch_size, rank=rank, world_size=world)).part()
+        for rank in range(world)
+    ]
     random.Random(length).shuffle(parts)
     return Evaluation.merge([pickle.loads(pickle.dumps(part)) for part in parts])
 
 
 @pytest.mark.timeout(400)  # all 1,600 cases, on a machine that may be busy
-@pytest.mark.parametrize("lengths", [(1, 3, 7, 16), pytest.param(range(1, 41), marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "lengths", [(1, 3, 7, 16), pytest.param(range(1, 41), marks=pytest.mark.slow)]
+)
 def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
     for length in lengths:
         features, index = data(length).tensors
@@ -46,7 +53,10 @@ def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
         for world in range(1, 6):
             for batch_size in range(1, 9):
                 result = of_ranks(length, world, batch_size)
-                assert (result.sum("loss"), result.count("loss")) == expected  # no rounding but the last
+                assert (
+                    result.sum("loss"),
+                    result.count("loss"),
+                ) == expected  # no rounding but the last
                 assert result.mean("hit") == (features[:, 0] > 0).sum().item() / length
                 assert result.count("weighted") == 2 * length
                 assert torch.equal(result.outputs["index"], index)

@@ -1,4 +1,6 @@
-"""GlobalBatchSampler: the same global batches at every world size, resumed anywhere, on any number of ranks."""
+"""GlobalBatchSampler: the same global batches at every world size, resumed anywhere, on any number
+of ranks.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,14 @@ from hypothesis import strategies as st
 
 from paceline import ConfigError, GlobalBatchSampler
 from paceline.data import share_of
-from paceline.data.split import find_rank
+from paceline.data.shares import find_rank
 
 
 def samplers(world, length, batch_size, **options):
-    return [GlobalBatchSampler(length, batch_size, rank=rank, world_size=world, **options) for rank in range(world)]
+    return [
+        GlobalBatchSampler(length, batch_size, rank=rank, world_size=world, **options)
+        for rank in range(world)
+    ]
 
 
 def joined(shares):
@@ -28,7 +33,10 @@ def joined(shares):
 
 def global_batches(world, length, batch_size, **options):
     """The batches of a whole epoch, put together from every rank's shares."""
-    return [joined(shares) for shares in zip(*samplers(world, length, batch_size, **options), strict=True)]
+    return [
+        joined(shares)
+        for shares in zip(*samplers(world, length, batch_size, **options), strict=True)
+    ]
 
 
 lengths = st.integers(0, 300) | st.integers(16_380, 17_000)
@@ -55,7 +63,9 @@ def test_weights_make_the_average_over_ranks_the_mean_over_samples(size, world):
 
 
 @given(lengths, st.integers(1, 64), st.integers(1, 7), st.booleans(), seeds)
-def test_an_epoch_is_a_permutation_and_the_same_at_every_world_size(length, batch_size, world, shuffle, seed):
+def test_an_epoch_is_a_permutation_and_the_same_at_every_world_size(
+    length, batch_size, world, shuffle, seed
+):
     assume(batch_size >= world)
     batches = global_batches(world, length, batch_size, shuffle=shuffle, seed=seed)
     assert sorted(joined(batches)) == list(range(length))
@@ -66,10 +76,16 @@ def test_an_epoch_is_a_permutation_and_the_same_at_every_world_size(length, batc
 
 @given(st.integers(0, 300), st.integers(1, 64), st.booleans(), seeds, st.data())
 def test_world_size_changes_in_mid_epoch(length, batch_size, large, seed, data):
-    """Stop anywhere, any number of times, go on with another number of ranks: the order is that of one rank."""
+    """Stop anywhere, any number of times, go on with another number of ranks: the order is that of
+    one rank.
+    """
     if large:  # beyond what is sorted: the network
         length, batch_size = 17_000 + length, 1000 + batch_size
-    expected = [b for epoch in range(2) for b in GlobalBatchSampler(length, batch_size, seed=seed).batches(epoch)]
+    expected = [
+        b
+        for epoch in range(2)
+        for b in GlobalBatchSampler(length, batch_size, seed=seed).batches(epoch)
+    ]
     state, found = None, []
     while len(found) < len(expected):
         world = data.draw(st.integers(1, min(6, batch_size)), label="world")
@@ -100,7 +116,12 @@ def test_drop_last_leaves_out_the_ragged_batch_only(length, batch_size, world):
 def test_the_global_batch_is_what_the_user_states():
     assert [len(next(iter(s))) for s in samplers(4, 1000, 64)] == [16, 16, 16, 16]
     assert [len(next(iter(s))) for s in samplers(4, 1000, 65)] == [17, 16, 16, 16]
-    assert [s.share(0).weight for s in samplers(4, 1000, 65)] == [17 * 4 / 65, 16 * 4 / 65, 16 * 4 / 65, 16 * 4 / 65]
+    assert [s.share(0).weight for s in samplers(4, 1000, 65)] == [
+        17 * 4 / 65,
+        16 * 4 / 65,
+        16 * 4 / 65,
+        16 * 4 / 65,
+    ]
 
 
 def test_all_ranks_make_the_same_number_of_steps_and_rank_0_is_never_idle():
@@ -170,8 +191,12 @@ def test_subset(length, batch_size, data):
     world = data.draw(st.integers(1, min(4, batch_size)))
     batches = global_batches(world, length, batch_size, indices=indices)
     assert sorted(joined(batches)) == sorted(indices)
-    assert batches == global_batches(1, length, batch_size, indices=torch.tensor(indices, dtype=torch.int64))
-    assert joined(global_batches(world, length, batch_size, indices=indices, shuffle=False)) == indices
+    assert batches == global_batches(
+        1, length, batch_size, indices=torch.tensor(indices, dtype=torch.int64)
+    )
+    assert (
+        joined(global_batches(world, length, batch_size, indices=indices, shuffle=False)) == indices
+    )
 
 
 def test_weighted_draws_follow_the_weights_and_not_the_world_size():
@@ -203,7 +228,9 @@ def test_a_hundred_thousand_ranks():
         sampler = GlobalBatchSampler(length, batch_size, rank=rank, world_size=world)
         share = sampler.share(17)
         assert next(sampler.batches(0, 17)) == whole[share.start : share.stop]
-        assert list(sampler.batches(0, length // batch_size)) == [ragged[rank : rank + 1]]  # 7 samples are left
+        assert list(sampler.batches(0, length // batch_size)) == [
+            ragged[rank : rank + 1]
+        ]  # 7 samples are left
 
 
 def test_a_trillion_samples_in_constant_memory():

@@ -1,4 +1,6 @@
-"""DataLoader: the same samples and random numbers at every world size and number of workers, resumed where it stood."""
+"""DataLoader: the same samples and random numbers at every world size and number of workers,
+resumed where it stood.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,13 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset, Subset, TensorDataset
 
-from paceline import ConfigError, DataLoader, DistributedSampler, GlobalBatchSampler, ShardedIterable
+from paceline import (
+    ConfigError,
+    DataLoader,
+    DistributedSampler,
+    GlobalBatchSampler,
+    ShardedIterable,
+)
 from paceline.data.seeding import seed_all
 
 LENGTH = 23
@@ -26,7 +34,10 @@ class Noisy(Dataset):
         return LENGTH
 
     def __getitem__(self, index):
-        return {"index": index, "noise": torch.rand(()).double() + random.random() + np.random.rand()}
+        return {
+            "index": index,
+            "noise": torch.rand(()).double() + random.random() + np.random.rand(),
+        }
 
 
 class Blocks(Noisy):
@@ -50,14 +61,18 @@ class Model:
 
 
 def rows(batches):
-    return [pair for b in batches for pair in zip(b["index"].tolist(), b["noise"].tolist(), strict=True)]
+    return [
+        pair for b in batches for pair in zip(b["index"].tolist(), b["noise"].tolist(), strict=True)
+    ]
 
 
 def epoch_of(world, workers=0, dataset=None, epochs=1, **options):
     """What all ranks receive in the last of some epochs, in global order."""
     received = []
     for rank in range(world):
-        loader = DataLoader(dataset or Noisy(), 5, num_workers=workers, rank=rank, world_size=world, **options)
+        loader = DataLoader(
+            dataset or Noisy(), 5, num_workers=workers, rank=rank, world_size=world, **options
+        )
         for _ in range(epochs):
             batches = list(loader)
         received.append(batches)
@@ -79,7 +94,9 @@ def test_workers_that_are_not_forked():
     options = {"shuffle": True, "seed": 3, "multiprocessing_context": "forkserver"}
     assert epoch_of(1, 1, **options) == epoch_of(1, shuffle=True, seed=3)
     stream = ShardedIterable(list(range(LENGTH)), 5)
-    batches = DataLoader(stream, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True)
+    batches = DataLoader(
+        stream, num_workers=1, multiprocessing_context="forkserver", persistent_workers=True
+    )
     assert [batch.tolist() for batch in batches] == [batch.tolist() for batch in DataLoader(stream)]
 
 
@@ -101,7 +118,11 @@ def test_subsets_and_foreign_samplers_are_seeded_by_index_too():
     sampler.set_epoch(0)
     assert [index for index, _ in found] == list(sampler)
     subset = DataLoader(Subset(Noisy(), [5, 6, 7]), 2, seed=3)
-    assert [value for _, value in rows(subset)] == [inner[0], inner[1], inner[2]]  # of the subset's own indices
+    assert [value for _, value in rows(subset)] == [
+        inner[0],
+        inner[1],
+        inner[2],
+    ]  # of the subset's own indices
     single = list(DataLoader(Noisy(), batch_size=None, sampler=[4, 2], seed=3))
     assert [(s["index"], s["noise"].item()) for s in single] == [(4, noise[4]), (2, noise[2])]
 
@@ -121,7 +142,12 @@ def test_repeated_draws_of_a_sample_get_different_noise_at_every_world_size():
         received = []
         for rank in range(world):
             sampler = GlobalBatchSampler(
-                LENGTH, 8, weights=[1.0] * 2 + [0.0] * 21, num_samples=40, rank=rank, world_size=world
+                LENGTH,
+                8,
+                weights=[1.0] * 2 + [0.0] * 21,
+                num_samples=40,
+                rank=rank,
+                world_size=world,
             )
             received.append(list(DataLoader(Noisy(), batch_sampler=sampler)))
         return rows(batch for step in zip(*received, strict=True) for batch in step)
@@ -161,7 +187,10 @@ def test_seeding_can_be_left_out_and_is_where_nothing_is_drawn():
 
 def test_collate_draws_are_reproducible():
     def noisy(samples):
-        return {"index": torch.tensor([s["index"] for s in samples]), "noise": torch.rand(len(samples)).double()}
+        return {
+            "index": torch.tensor([s["index"] for s in samples]),
+            "noise": torch.rand(len(samples)).double(),
+        }
 
     def run(workers):
         return rows(DataLoader(Noisy(), 6, shuffle=True, collate_fn=noisy, num_workers=workers))
@@ -185,7 +214,9 @@ def test_a_state_is_what_was_received_not_what_was_prefetched(workers, persisten
     loader.load_state_dict(state)
     assert first + rows(loader) == expected[0]
     assert (loader.epoch, rows(loader)) == (1, expected[1])
-    other = [DataLoader(Noisy(), 4, shuffle=True, seed=9, rank=rank, world_size=3) for rank in range(3)]
+    other = [
+        DataLoader(Noisy(), 4, shuffle=True, seed=9, rank=rank, world_size=3) for rank in range(3)
+    ]
     for rank in other:
         rank.load_state_dict(state)
     rest = [list(rank) for rank in other]
@@ -208,13 +239,23 @@ def test_empty_shares_are_batches_of_zero_samples():
             return 6
 
         def __getitem__(self, index):
-            return torch.ones(2, 3), Pair(index, 0.5), {"name": str(index), "pair": (torch.zeros(4), "x")}
+            return (
+                torch.ones(2, 3),
+                Pair(index, 0.5),
+                {"name": str(index), "pair": (torch.zeros(4), "x")},
+            )
 
     for rank, workers in [(2, 0), (3, 1)]:
-        image, pair, more = list(DataLoader(Nested(), 4, num_workers=workers, rank=rank, world_size=4))[-1]
+        image, pair, more = list(
+            DataLoader(Nested(), 4, num_workers=workers, rank=rank, world_size=4)
+        )[-1]
         assert image.shape == (0, 2, 3)
         assert isinstance(pair, Pair)
-        assert (pair.index.shape, pair.index.dtype, pair.noise.dtype) == ((0,), torch.int64, torch.float64)
+        assert (pair.index.shape, pair.index.dtype, pair.noise.dtype) == (
+            (0,),
+            torch.int64,
+            torch.float64,
+        )
         assert (more["name"], more["pair"][0].shape) == ([], (0, 4))
         assert torch.nn.Linear(3, 1)(image).sum().item() == 0.0
 
@@ -227,7 +268,9 @@ def test_batches_that_do_not_slice_need_a_function():
     options = {"collate_fn": Graphs, "rank": 1, "world_size": 2}
     with pytest.raises(ConfigError, match="empty_batch"):
         list(DataLoader([1, 2, 3], 2, **options))
-    batches = list(DataLoader([1, 2, 3], 2, **options, empty_batch=lambda batch: Graphs(batch.members[:0])))
+    batches = list(
+        DataLoader([1, 2, 3], 2, **options, empty_batch=lambda batch: Graphs(batch.members[:0]))
+    )
     assert [batch.members for batch in batches] == [[2], []]
 
 
@@ -235,10 +278,19 @@ def test_empty_batches_of_every_kind_of_collating():
     sample = torch.arange(7)
     emptied_by = {
         "list of samples": (list, []),
-        "detection": (lambda samples: tuple(zip(*[(s, {"boxes": s}) for s in samples], strict=True)), ((), ())),
-        "batch in the second dimension": (lambda samples: torch.stack(samples, dim=1), torch.empty(7, 0)),
+        "detection": (
+            lambda samples: tuple(zip(*[(s, {"boxes": s}) for s in samples], strict=True)),
+            ((), ()),
+        ),
+        "batch in the second dimension": (
+            lambda samples: torch.stack(samples, dim=1),
+            torch.empty(7, 0),
+        ),
         "packed with offsets": (
-            lambda samples: {"values": torch.cat(samples), "offsets": torch.arange(len(samples) + 1) * 7},
+            lambda samples: {
+                "values": torch.cat(samples),
+                "offsets": torch.arange(len(samples) + 1) * 7,
+            },
             {"values": torch.empty(0), "offsets": torch.tensor([0])},
         ),
         "with a constant": (lambda samples: (torch.stack(samples), torch.tensor(2.5), "v1"), None),
@@ -250,7 +302,10 @@ def test_empty_batches_of_every_kind_of_collating():
         elif isinstance(expected, torch.Tensor):
             assert batch.shape == expected.shape
         elif isinstance(expected, dict):
-            assert {key: value.tolist() for key, value in batch.items()} == {"values": [], "offsets": [0]}
+            assert {key: value.tolist() for key, value in batch.items()} == {
+                "values": [],
+                "offsets": [0],
+            }
         else:
             assert batch == expected, name
     changing = lambda samples: samples[0] if len(samples) == 1 else torch.stack(samples)  # noqa: E731
@@ -329,4 +384,5 @@ def test_errors_of_a_dataset_come_through(workers):
 
     with pytest.raises(KeyError, match="sample 0"):
         list(DataLoader(Broken(), 5, num_workers=workers))
-    gc.collect()  # torch's traceback refers to itself and holds the worker, which torch then waits 5 s for
+    # torch's traceback refers to itself and holds the worker, which torch then waits 5 s for
+    gc.collect()

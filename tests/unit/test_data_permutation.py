@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paceline.data.keys import derive_keys, random_bits
 from paceline.data.permutation import Permutation
+from paceline.data.rng import derive_keys, random_bits
 
 SORTED, NETWORK = 1000, 20_000  # one length for each of the two ways
 HUGE = 10**12
@@ -27,7 +27,10 @@ def whole(length, seed=0, epoch=0):
     return Permutation(length, seed, epoch)(np.arange(length, dtype=np.int64))
 
 
-@given(st.integers(0, 60_000) | st.sampled_from([16_383, 16_384, 16_385, 128 * 128 + 1]), st.integers(0, 2**64 - 1))
+@given(
+    st.integers(0, 60_000) | st.sampled_from([16_383, 16_384, 16_385, 128 * 128 + 1]),
+    st.integers(0, 2**64 - 1),
+)
 def test_it_is_a_bijection(length, seed):
     assert np.array_equal(np.sort(whole(length, seed)), np.arange(length))
 
@@ -53,7 +56,9 @@ def test_positions_are_independent_of_what_is_asked_with_them(length):
 def test_known_values_pin_the_algorithm():
     """These may never change without a new name in `ALGORITHM`: saved states depend on them."""
     assert derive_keys("permutation", 0, 0, 2).tolist() == KNOWN_KEYS
-    assert random_bits(np.uint64(5), np.array([0, 1, 2**63], dtype=np.uint64)).tolist() == KNOWN_BITS
+    assert (
+        random_bits(np.uint64(5), np.array([0, 1, 2**63], dtype=np.uint64)).tolist() == KNOWN_BITS
+    )
     assert whole(10, 7, 3).tolist() == KNOWN_SMALL
     assert Permutation(10**8, 7, 3)(np.arange(4)).tolist() == KNOWN_LARGE
     assert Permutation(HUGE, 7, 3)(np.arange(4)).tolist() == KNOWN_HUGE
@@ -61,7 +66,9 @@ def test_known_values_pin_the_algorithm():
 
 def network_by_hand(x, length, seed, epoch):
     """The documented algorithm in plain integers."""
-    digest = hashlib.blake2b(f"paceline/1/permutation/{seed}/{epoch}".encode(), digest_size=64).digest()
+    digest = hashlib.blake2b(
+        f"paceline/1/permutation/{seed}/{epoch}".encode(), digest_size=64
+    ).digest()
     keys = [int.from_bytes(digest[at : at + 8], "little") for at in range(0, 64, 8)]
     a = math.isqrt(length - 1) + 1
     b = -(-length // a)
@@ -91,7 +98,9 @@ def test_it_is_the_documented_algorithm(length, seed, epoch, data):
 
 @pytest.mark.parametrize("length", [SORTED, NETWORK])
 def test_where_an_index_lands_is_uniform(length):
-    """Chi-square over a grid of (index, place), counted over many seeds: 15 x 15 degrees of freedom."""
+    """Chi-square over a grid of (index, place), counted over many seeds: 15 x 15 degrees of
+    freedom.
+    """
     counts = np.zeros((16, 16))
     seeds = 40
     for seed in range(seeds):
@@ -111,7 +120,9 @@ def test_short_orders_are_all_equally_likely(length):
         order = tuple(whole(length, seed).tolist())
         counts[order] = counts.get(order, 0) + 1
     freedom = math.factorial(length) - 1
-    chi_square = sum((count - 100) ** 2 / 100 for count in counts.values()) + 100 * (freedom + 1 - len(counts))
+    chi_square = sum((count - 100) ** 2 / 100 for count in counts.values()) + 100 * (
+        freedom + 1 - len(counts)
+    )
     assert abs(chi_square - freedom) < 5 * (2 * freedom) ** 0.5
 
 
@@ -126,7 +137,9 @@ def test_neighbours_are_not_correlated(length):
 
 @pytest.mark.parametrize("length", [SORTED, NETWORK])
 def test_differences_of_neighbours_are_uniform(length):
-    """What betrays a bad mixing of halves: some steps from one index to the next would come too often."""
+    """What betrays a bad mixing of halves: some steps from one index to the next would come too
+    often.
+    """
     steps = np.concatenate([np.diff(whole(length, seed)) % length for seed in range(20)])
     counts = np.bincount(steps * 64 // length, minlength=64)
     expected = counts.sum() / 64
@@ -136,7 +149,9 @@ def test_differences_of_neighbours_are_uniform(length):
 
 @pytest.mark.parametrize("length", [SORTED, NETWORK])
 def test_fixed_points_and_cycles_are_those_of_chance(length):
-    """A random permutation has one fixed point on average, with variance one; and one index of cycle length two."""
+    """A random permutation has one fixed point on average, with variance one; and one index of
+    cycle length two.
+    """
     fixed, pairs = [], []
     for seed in range(300):
         order = whole(length, seed)
@@ -148,7 +163,9 @@ def test_fixed_points_and_cycles_are_those_of_chance(length):
 
 
 def test_both_parities_occur():
-    """A plain Feistel network gives even permutations only; with odd sides and cycle walking both occur."""
+    """A plain Feistel network gives even permutations only; with odd sides and cycle walking both
+    occur.
+    """
 
     def odd(order):
         seen, transpositions = np.zeros(len(order), dtype=bool), 0
@@ -179,6 +196,9 @@ def test_every_bit_of_the_seed_and_the_number_flips_half_of_the_bits():
     before = random_bits(np.uint64(12345), numbers)
     for bit in range(64):
         flip = np.uint64(1) << np.uint64(bit)
-        for after in (random_bits(np.uint64(12345), numbers ^ flip), random_bits(np.uint64(12345) ^ flip, numbers)):
+        for after in (
+            random_bits(np.uint64(12345), numbers ^ flip),
+            random_bits(np.uint64(12345) ^ flip, numbers),
+        ):
             changed = np.unpackbits((before ^ after).view(np.uint8)).mean()
             assert 0.48 < changed < 0.52, bit

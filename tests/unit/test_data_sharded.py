@@ -16,7 +16,9 @@ from paceline import ConfigError, DataLoader, ShardedIterable
 
 
 class Stream(IterableDataset):
-    """A source that divides itself among workers if it finds itself in one, as many do, and shuffles a little."""
+    """A source that divides itself among workers if it finds itself in one, as many do, and
+    shuffles a little.
+    """
 
     def __init__(self, length, shuffles=False):
         self.length, self.shuffles, self.epoch = length, shuffles, None
@@ -61,8 +63,12 @@ def received(world, batch_size, workers=0, state=None, epochs=1, source=None, **
     """What all ranks receive in the last of some epochs, one list for each global batch."""
     ranks = []
     for rank in range(world):
-        stream = ShardedIterable(source or Stream(23), batch_size, rank=rank, world_size=world, **options)
-        loader = DataLoader(stream, num_workers=workers, collate_fn=list, persistent_workers=workers > 0)
+        stream = ShardedIterable(
+            source or Stream(23), batch_size, rank=rank, world_size=world, **options
+        )
+        loader = DataLoader(
+            stream, num_workers=workers, collate_fn=list, persistent_workers=workers > 0
+        )
         if state is not None:
             loader.load_state_dict(state)
         for _ in range(epochs):
@@ -81,7 +87,10 @@ def test_batches_are_the_stream_at_every_world_size(length, batch_size, world, d
     assert received(world, batch_size, source=Stream(length), drop_last=drop_last) == expected
     first = data.draw(st.integers(0, len(expected)))
     state = ShardedIterable(source, batch_size, drop_last=drop_last).state_at(0, first)
-    assert received(world, batch_size, state=state, source=Stream(length), drop_last=drop_last) == expected[first:]
+    assert (
+        received(world, batch_size, state=state, source=Stream(length), drop_last=drop_last)
+        == expected[first:]
+    )
 
 
 @pytest.mark.parametrize("shuffles", [False, True])
@@ -101,7 +110,9 @@ def test_workers_and_ranks_change_neither_order_nor_random_numbers(shuffles):
 def test_resuming_in_mid_epoch_with_what_was_received(workers):
     source = Stream(40, shuffles=True)
     expected = received(1, 4, source=source, transform=noisy)
-    loader = DataLoader(ShardedIterable(source, 4, transform=noisy), num_workers=workers, collate_fn=list)
+    loader = DataLoader(
+        ShardedIterable(source, 4, transform=noisy), num_workers=workers, collate_fn=list
+    )
     first = list(itertools.islice(loader, 3))
     state = pickle.loads(pickle.dumps(loader.state_dict()))
     assert (state["epoch"], state["batch"]) == (0, 3)
@@ -132,7 +143,9 @@ def test_a_plain_iterable_dataset_is_divided_too():
 def test_only_the_own_samples_are_transformed_and_sources_may_skip():
     seen = []
     source = Skipping(20)
-    stream = ShardedIterable(source, 5, transform=lambda record: seen.append(record) or record, rank=1, world_size=2)
+    stream = ShardedIterable(
+        source, 5, transform=lambda record: seen.append(record) or record, rank=1, world_size=2
+    )
     assert [list(portion) for portion in stream.batches(0, 2)] == [[13, 14], [18, 19]]
     assert seen == [13, 14, 18, 19]
     assert source.read == list(range(10, 20))

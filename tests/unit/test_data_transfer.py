@@ -1,13 +1,14 @@
 """Batches on their way to an accelerator: one ahead, waited for, and not freed under way.
 
-The device here is a recorder of what is asked of it; `tests/devices` runs the same on devices with streams.
+The device here is a recorder of what is asked of it; `tests/devices` runs the same on devices with
+streams.
 """
 
 from __future__ import annotations
 
 import torch
 
-from paceline.data import transfer
+from paceline.data import device_prefetch
 
 
 class Recorder:
@@ -51,10 +52,16 @@ def batch(log, number):
 def test_the_next_copy_is_under_way_when_a_batch_is_handed_out(monkeypatch):
     log: list[str] = []
     device = torch.device("cuda", 0)
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: Recorder(log, "compute"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: Recorder(log, "compute")
+    )
     monkeypatch.setattr(torch, "Stream", lambda device: Recorder(log, "copies"))
-    for (received,) in transfer.on_device(([batch(log, number)] for number in range(3)), device):
+    for (received,) in device_prefetch.on_device(
+        ([batch(log, number)] for number in range(3)), device
+    ):
         log.append(f"step {received.number}")
 
     def copied(number):
@@ -67,8 +74,10 @@ def test_the_next_copy_is_under_way_when_a_batch_is_handed_out(monkeypatch):
 
 
 def test_auto_is_the_rank_s_current_device(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda"))
+    monkeypatch.setattr(
+        torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
+    )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    assert transfer.find_device("auto") == torch.device("cuda", 3)
-    assert transfer.is_accelerator(torch.device("cuda", 1))
-    assert not transfer.is_accelerator(torch.device("cpu"))
+    assert device_prefetch.find_device("auto") == torch.device("cuda", 3)
+    assert device_prefetch.is_accelerator(torch.device("cuda", 1))
+    assert not device_prefetch.is_accelerator(torch.device("cpu"))

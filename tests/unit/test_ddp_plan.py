@@ -1,4 +1,6 @@
-"""The bucket plan is pure: every gradient in exactly one bucket, kinds apart, torch's assignment bit for bit."""
+"""The bucket plan is pure: every gradient in exactly one bucket, kinds apart, torch's assignment
+bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ SPECS = st.lists(
     min_size=1,
     max_size=40,
 )
-LIMITS = st.lists(st.integers(1, 2 * MIB), min_size=1, max_size=3).map(lambda sizes: BucketLimits(tuple(sizes)))
+LIMITS = st.lists(st.integers(1, 2 * MIB), min_size=1, max_size=3).map(
+    lambda sizes: BucketLimits(tuple(sizes))
+)
 
 
 @given(SPECS, LIMITS, st.randoms())
@@ -52,10 +56,16 @@ def test_a_bucket_is_closed_by_the_gradient_that_fills_it(specs, limits):
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=30), LIMITS)
 def test_same_buckets_as_torch(sizes, limits):
-    tensors = [torch.empty(size, dtype=torch.float32 if size % 3 else torch.float64) for size in sizes]
+    tensors = [
+        torch.empty(size, dtype=torch.float32 if size % 3 else torch.float64) for size in sizes
+    ]
     specs = [GradientSpec(one.numel() * one.element_size(), one.dtype) for one in tensors]
-    expected, _ = dist._compute_bucket_assignment_by_size(tensors, list(limits.bytes), [False] * len(tensors))
-    assert [list(bucket) for bucket in first_plan(specs, limits).buckets] == list(reversed(expected))
+    expected, _ = dist._compute_bucket_assignment_by_size(
+        tensors, list(limits.bytes), [False] * len(tensors)
+    )
+    assert [list(bucket) for bucket in first_plan(specs, limits).buckets] == list(
+        reversed(expected)
+    )
 
 
 def test_unlimited_is_one_bucket_per_kind():

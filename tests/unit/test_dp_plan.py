@@ -1,4 +1,6 @@
-"""The pure parts of DataParallel: how batches are cut, structures taken apart, outputs joined, changes noticed."""
+"""The pure parts of DataParallel: how batches are cut, structures taken apart, outputs joined,
+changes noticed.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.dp.combine import TensorMeta, join_leaf, same_structure
-from paceline.dp.split import even_ranges, split_inputs
+from paceline.dp.gather import TensorMeta, join_leaf, same_structure
+from paceline.dp.module_snapshot import ModuleSnapshot
+from paceline.dp.scatter import even_ranges, split_inputs
 from paceline.dp.structure import Whole, flatten, unflatten
-from paceline.dp.watch import ModuleWatch
 from paceline.errors import ConfigError, MismatchError
 
 
@@ -62,7 +64,13 @@ def test_structures_are_put_back_together(thing):
 
 
 def test_rows_that_belong_to_samples_go_with_them():
-    x, boxes, one, scalar, mask = torch.arange(5), torch.arange(10), torch.ones(1, 3), torch.tensor(1.0), torch.eye(3)
+    x, boxes, one, scalar, mask = (
+        torch.arange(5),
+        torch.arange(10),
+        torch.ones(1, 3),
+        torch.tensor(1.0),
+        torch.eye(3),
+    )
     split = split_inputs((x, boxes, one, scalar, Whole(mask), "text"), 2, 0, {}, (Whole,))
     assert split.sizes == [3, 2]
     assert split.share(0, 1).tolist() == [3, 4]
@@ -80,8 +88,15 @@ def test_a_declared_split_must_give_a_part_for_each():
 
 def test_joints():
     f32 = torch.float32
-    cat = join_leaf([TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 2), requires_grad=True)], [3, 2], 0, "mean")
-    assert (cat.how, cat.shape, cat.ranges, cat.requires_grad) == ("cat", (5, 2), ((0, 3), (3, 5)), True)
+    cat = join_leaf(
+        [TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 2), requires_grad=True)], [3, 2], 0, "mean"
+    )
+    assert (cat.how, cat.shape, cat.ranges, cat.requires_grad) == (
+        "cat",
+        (5, 2),
+        ((0, 3), (3, 5)),
+        True,
+    )
     mean = join_leaf([TensorMeta(f32, ())] * 2, [3, 1], 0, "mean")
     assert (mean.how, mean.weights) == ("mean", (0.75, 0.25))
     assert join_leaf([TensorMeta(torch.int64, ())] * 2, [3, 1], 0, "mean").how == "stack"
@@ -95,10 +110,14 @@ def test_joints():
 
 def test_changes_to_a_module_are_noticed():
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    watch = ModuleWatch(module)
+    watch = ModuleSnapshot(module)
     assert watch.updates() == []
     module.eval()
-    assert {(index, name) for index, name, _ in watch.updates()} == {(0, "training"), (1, "training"), (2, "training")}
+    assert {(index, name) for index, name, _ in watch.updates()} == {
+        (0, "training"),
+        (1, "training"),
+        (2, "training"),
+    }
     module[1].p = 0.25
     assert watch.updates() == [(2, "p", 0.25)]
     assert watch.updates() == []
@@ -119,7 +138,7 @@ def test_changes_to_a_module_are_noticed():
 def test_changes_that_need_new_workers(change):
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     module[0].table, module[0].constant = [1], torch.ones(2)
-    watch = ModuleWatch(module)
+    watch = ModuleSnapshot(module)
     change(module)
     assert watch.updates() is None
 
@@ -127,7 +146,7 @@ def test_changes_that_need_new_workers(change):
 def test_what_forward_does_is_no_change_but_for_numbers():
     module = nn.Linear(2, 2)
     module.seen, module.count = None, 0
-    watch = ModuleWatch(module)
+    watch = ModuleSnapshot(module)
     module.seen, module.count = torch.ones(1), 1
     watch.absorb()
     assert watch.updates() == [(0, "count", 1)]
@@ -136,7 +155,7 @@ def test_what_forward_does_is_no_change_but_for_numbers():
 def test_a_forward_that_changes_the_module_late_is_looked_at_from_then_on():
     module = nn.Linear(2, 2)
     module.seen = None
-    watch = ModuleWatch(module)
+    watch = ModuleSnapshot(module)
     for _ in range(20):
         watch.absorb()
     assert watch.updates() == []
@@ -144,7 +163,7 @@ def test_a_forward_that_changes_the_module_late_is_looked_at_from_then_on():
     watch.absorb()
     assert watch.updates() is None  # it may have been the user
     assert watch.is_restless
-    again = ModuleWatch(module, watch.is_restless)
+    again = ModuleSnapshot(module, watch.is_restless)
     for _ in range(20):
         module.seen = torch.ones(1)
         again.absorb()
@@ -153,7 +172,7 @@ def test_a_forward_that_changes_the_module_late_is_looked_at_from_then_on():
 
 def test_hooks_that_only_saving_runs_need_no_new_workers():
     module = nn.Linear(2, 2)
-    watch = ModuleWatch(module)
+    watch = ModuleSnapshot(module)
     module.register_state_dict_pre_hook(lambda *_: None)
     module.register_load_state_dict_post_hook(lambda *_: None)
     assert watch.updates() == []

@@ -1,4 +1,6 @@
-"""The harness itself: it must report, in time, what goes wrong in a rank - or every other test lies."""
+"""The harness itself: it must report, in time, what goes wrong in a rank - or every other test
+lies.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def test_a_time_out_prints_the_stack_of_every_late_rank_and_ends_them():
     def stuck_in_here(rank, world):
         time.sleep(60 if rank == 1 else 0)
 
-    with pytest.raises(RanksTimedOut, match=r"(?s)1 of 2 ranks.*rank 0 ended.*rank 1.*stuck_in_here"):
+    with pytest.raises(
+        RanksTimedOut, match=r"(?s)1 of 2 ranks.*rank 0 ended.*rank 1.*stuck_in_here"
+    ):
         run_ranks(2, stuck_in_here, timeout=2.0, on_start=pids.extend)
     for pid in pids:
         with pytest.raises(ProcessLookupError):

@@ -6,19 +6,21 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.shm import native
+from paceline.core import abi
 
 
 def digest(data: bytes | bytearray, seed: int = 0) -> int:
     array = np.frombuffer(bytes(data), np.uint8)
-    return int(native.library().plc_digest(array.ctypes.data, array.size, seed))
+    return int(abi.library().plc_digest(array.ctypes.data, array.size, seed))
 
 
 @settings(max_examples=40)
 @given(st.binary(max_size=300), st.integers(0, 2**64 - 1))
 def test_the_same_bytes_give_the_same_digest_wherever_they_lie(data, seed):
     shifted = np.frombuffer(b"x" + data, np.uint8)[1:]  # another alignment
-    assert digest(data, seed) == int(native.library().plc_digest(shifted.ctypes.data, shifted.size, seed))
+    assert digest(data, seed) == int(
+        abi.library().plc_digest(shifted.ctypes.data, shifted.size, seed)
+    )
 
 
 @settings(max_examples=40)
@@ -37,7 +39,10 @@ def test_swapped_words_show(data, draw):
     words = len(data) // 8
     i, j = draw.draw(st.integers(0, words - 1)), draw.draw(st.integers(0, words - 1))
     changed = bytearray(data)
-    changed[8 * i : 8 * i + 8], changed[8 * j : 8 * j + 8] = data[8 * j : 8 * j + 8], data[8 * i : 8 * i + 8]
+    changed[8 * i : 8 * i + 8], changed[8 * j : 8 * j + 8] = (
+        data[8 * j : 8 * j + 8],
+        data[8 * i : 8 * i + 8],
+    )
     if changed != data:
         assert digest(changed) != digest(data)
 

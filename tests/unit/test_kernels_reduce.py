@@ -1,4 +1,6 @@
-"""`plc_reduce_local` against torch and numpy: every type, every operation, awkward values, one to nine inputs."""
+"""`plc_reduce_local` against torch and numpy: every type, every operation, awkward values, one to
+nine inputs.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.shm import native
-from paceline.shm.communicator import DTYPE_NAMES, OP_NAMES
-from paceline.shm.native import Status
+from paceline.core import abi
+from paceline.core.abi import Status
+from paceline.core.communicator import DTYPE_NAMES, OP_NAMES
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 HALVES = ("float16", "bfloat16")
@@ -25,18 +27,24 @@ COMPLEX = ("complex64", "complex128")
 @functools.cache
 def instruction_sets() -> list[bytes]:
     """Those this machine offers, best first."""
-    core, one = native.library(), (C.c_float * 1)(1.0)
+    core, one = abi.library(), (C.c_float * 1)(1.0)
     inputs = (C.c_void_p * 1)(C.addressof(one))
     names = (b"avx512", b"avx2", b"sse2", b"neon", b"portable")
-    return [name for name in names if core.plc_reduce_with(name, one, inputs, 1, 1, 10, 0, 1.0) == Status.OK]
+    return [
+        name
+        for name in names
+        if core.plc_reduce_with(name, one, inputs, 1, 1, 10, 0, 1.0) == Status.OK
+    ]
 
 
-LENGTHS = st.one_of(st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 3000]))  # around the kernels' block
+LENGTHS = st.one_of(
+    st.integers(0, 70), st.sampled_from([1023, 1024, 1025, 3000])
+)  # around the kernels' block
 
 
 def reduce_local(arrays: list[np.ndarray], dtype: str, op: str, factor: float = 1.0) -> np.ndarray:
     """The core's own reduction. Arrays hold the bytes; `dtype` says what they are."""
-    core = native.library()
+    core = abi.library()
     pointers = (C.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
     count = arrays[0].nbytes // core.plc_element_bytes(DTYPE_NAMES.index(dtype))
     numbers = (pointers, len(arrays), count, DTYPE_NAMES.index(dtype), OP_NAMES.index(op), factor)
@@ -75,14 +83,20 @@ def in_order(combine, arrays: list[np.ndarray]) -> np.ndarray:
 
 @st.composite
 def random_bits(draw, dtype: str):
-    """One to nine arrays of one type and length: random bits, so NaNs, infinities, subnormals and both zeros are in."""
+    """One to nine arrays of one type and length: random bits, so NaNs, infinities, subnormals and
+    both zeros are in.
+    """
     count, ranks = draw(LENGTHS), draw(st.integers(1, 9))
     generator = np.random.default_rng(draw(st.integers(0, 2**32)))
     kind = np.dtype(dtype)
-    arrays = [np.frombuffer(generator.bytes(count * kind.itemsize), kind).copy() for _ in range(ranks)]
+    arrays = [
+        np.frombuffer(generator.bytes(count * kind.itemsize), kind).copy() for _ in range(ranks)
+    ]
     if kind.kind in "fc" and count:
         part = np.dtype(f"f{arrays[0].real.itemsize}")
-        special = np.array([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.5, np.finfo(part).smallest_subnormal], part)
+        special = np.array(
+            [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.5, np.finfo(part).smallest_subnormal], part
+        )
         for array in arrays:
             if draw(st.booleans()):
                 parts = array.view(part)
@@ -138,7 +152,9 @@ def test_booleans(data):
     arrays = [array & 1 for array in data.draw(random_bits("uint8"))]
     for op, combine in BOOL_OPS.items():
         found = reduce_local(arrays, "bool", op)
-        assert np.array_equal(found, in_order(combine, [array != 0 for array in arrays]).astype(np.uint8)), op
+        assert np.array_equal(
+            found, in_order(combine, [array != 0 for array in arrays]).astype(np.uint8)
+        ), op
 
 
 # --- floats: in order of rank, one operation after the other ------------------------------------------
@@ -167,7 +183,9 @@ def test_smallest_and_largest_keep_every_nan(dtype, data):
     arrays = data.draw(random_bits(dtype))
     for op, combine in {"MIN": np.minimum, "MAX": np.maximum}.items():
         found, expected = reduce_local(arrays, dtype, op), in_order(combine, arrays)
-        assert np.array_equal(found, expected, equal_nan=True), op  # which of two equal zeros wins is not promised
+        assert np.array_equal(found, expected, equal_nan=True), (
+            op
+        )  # which of two equal zeros wins is not promised
 
 
 @pytest.mark.parametrize("dtype", COMPLEX)
@@ -228,8 +246,13 @@ def half_reduced(arrays: list[np.ndarray], dtype: str, op: str, factor: float) -
 def test_halves_round_once(dtype, data):
     arrays = data.draw(random_bits("uint16"))
     for op in HALF_OPS:
-        found, expected = _tensor(reduce_local(arrays, dtype, op, 0.75), dtype), half_reduced(arrays, dtype, op, 0.75)
-        same = (found.view(torch.int16) == expected.view(torch.int16)) | (found.isnan() & expected.isnan())
+        found, expected = (
+            _tensor(reduce_local(arrays, dtype, op, 0.75), dtype),
+            half_reduced(arrays, dtype, op, 0.75),
+        )
+        same = (found.view(torch.int16) == expected.view(torch.int16)) | (
+            found.isnan() & expected.isnan()
+        )
         if op in ("MIN", "MAX"):
             same |= (found == 0) & (expected == 0)
         assert same.all(), (op, [(array[~same.numpy()][:3]).tolist() for array in arrays])
@@ -247,13 +270,17 @@ def test_every_half_survives_a_sum_with_nothing(dtype):
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_every_rounding_of_a_half_is_torchs(dtype):
-    """Each half plus a small part of its neighbour's distance: ties, overflows and subnormal results."""
+    """Each half plus a small part of its neighbour's distance: ties, overflows and subnormal
+    results.
+    """
     every = np.arange(65536, dtype=np.uint16)
     for shift in (1, 7, 0x3C00, 0x8001):
         other = (every.astype(np.uint32) + shift).astype(np.uint16)
         found = _tensor(reduce_local([every, other, other], dtype, "AVG"), dtype)
         expected = half_reduced([every, other, other], dtype, "AVG", 1.0)
-        same = (found.view(torch.int16) == expected.view(torch.int16)) | (found.isnan() & expected.isnan())
+        same = (found.view(torch.int16) == expected.view(torch.int16)) | (
+            found.isnan() & expected.isnan()
+        )
         assert same.all()
 
 
@@ -262,13 +289,16 @@ def test_every_rounding_of_a_half_is_torchs(dtype):
 def test_complex_halves(data):
     arrays = data.draw(random_bits("uint16"))
     arrays = [array[: array.size // 2 * 2] for array in arrays]
-    found, expected = reduce_local(arrays, "complex32", "SUM"), reduce_local(arrays, "float16", "SUM")
+    found, expected = (
+        reduce_local(arrays, "complex32", "SUM"),
+        reduce_local(arrays, "float16", "SUM"),
+    )
     assert np.array_equal(found, expected)
 
 
 # --- instruction sets: every reduction above was compared among all that this machine offers ----------------
 def test_the_best_instruction_set_is_one_of_those_compared():
-    best = native.library().plc_instruction_set()
+    best = abi.library().plc_instruction_set()
     assert best == instruction_sets()[0]
     assert len(instruction_sets()) > 1 or best in (b"sse2", b"neon", b"portable")
 
@@ -276,12 +306,20 @@ def test_the_best_instruction_set_is_one_of_those_compared():
 # --- what cannot be done, and what may alias ------------------------------------------------------------
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [("bytes", "SUM"), ("float32", "BAND"), ("complex64", "MAX"), ("bool", "AVG"), ("int32", "PREMUL_SUM")],
+    [
+        ("bytes", "SUM"),
+        ("float32", "BAND"),
+        ("complex64", "MAX"),
+        ("bool", "AVG"),
+        ("int32", "PREMUL_SUM"),
+    ],
 )
 def test_a_reduction_without_meaning_is_refused(dtype, op):
-    core, data = native.library(), (C.c_double * 4)()
+    core, data = abi.library(), (C.c_double * 4)()
     pointers = (C.c_void_p * 1)(C.addressof(data))
-    status = core.plc_reduce_local(data, pointers, 1, 1, DTYPE_NAMES.index(dtype), OP_NAMES.index(op), 1.0)
+    status = core.plc_reduce_local(
+        data, pointers, 1, 1, DTYPE_NAMES.index(dtype), OP_NAMES.index(op), 1.0
+    )
     assert status == Status.INVALID
 
 
@@ -292,7 +330,7 @@ def test_the_output_may_be_one_of_the_inputs(data, place):
     expected = reduce_local(arrays, "float32", "SUM")
     out = arrays[place % len(arrays)]
     pointers = (C.c_void_p * len(arrays))(*[array.ctypes.data for array in arrays])
-    native.library().plc_reduce_local(out.ctypes.data, pointers, len(arrays), out.size, 10, 0, 1.0)
+    abi.library().plc_reduce_local(out.ctypes.data, pointers, len(arrays), out.size, 10, 0, 1.0)
     assert same_bits(out, expected)
 
 
@@ -302,5 +340,5 @@ def test_scaling_divides_as_an_average_does(data, divisor):
     array = data.draw(random_bits("float32"))[0]
     with np.errstate(all="ignore"):
         expected = array / np.float32(divisor)
-    native.library().plc_scale_local(array.ctypes.data, array.size, 10, divisor)
+    abi.library().plc_scale_local(array.ctypes.data, array.size, 10, divisor)
     assert same_bits(array, expected)

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.core import NativeStatus
 from paceline.errors import ConfigError
-from paceline.launch.backend import choose_backend
-from paceline.launch.cores import cpu_quota, threads_per_rank
-from paceline.launch.environment import RankEnv
-from paceline.launch.job import exit_code_for_shell
+from paceline.launch.backend_choice import choose_backend
+from paceline.launch.messages import exit_code_for_shell
 from paceline.launch.output import Lines, Output
-from paceline.launch.ranks import count_ranks, threads_for
-from paceline.launch.rendezvous import place_from
-from paceline.shm import NativeStatus
+from paceline.launch.placement import place_from
+from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.resources import cpu_quota, threads_per_rank
+from paceline.rank_env import RankEnv
 
 WORKS, MISSING = NativeStatus(True), NativeStatus(False, "cc: not found")
 
@@ -70,7 +70,9 @@ def test_ranks_never_get_more_threads_than_there_are_cores(cores, ranks):
     assert threads * ranks <= max(cores, ranks)
 
 
-@pytest.mark.parametrize(("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)])
+@pytest.mark.parametrize(
+    ("text", "quota"), [("max 100000", None), ("150000 100000", 1.5), ("nonsense", None)]
+)
 def test_the_quota_of_a_container(tmp_path, text, quota):
     (tmp_path / "cpu.max").write_text(text)
     assert cpu_quota(tmp_path) == quota
@@ -104,7 +106,10 @@ def test_exit_codes_are_those_of_a_shell():
 # -- output --------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line and b"\r" not in line)), st.data())
+@given(
+    st.lists(st.binary(max_size=20).filter(lambda line: b"\n" not in line and b"\r" not in line)),
+    st.data(),
+)
 def test_lines_are_the_same_however_the_bytes_are_cut(lines, data):
     text = b"".join(line + b"\n" for line in lines) + b"rest"
     cutter, found = Lines(), []
@@ -142,7 +147,12 @@ def test_every_line_carries_its_rank_and_no_line_is_torn():
 
 def test_quiet_ranks_still_go_to_their_logs(tmp_path):
     written = []
-    output = Output(2, lambda stream, data: written.append(data), shown=frozenset({0}), log_dir=tmp_path / "logs")
+    output = Output(
+        2,
+        lambda stream, data: written.append(data),
+        shown=frozenset({0}),
+        log_dir=tmp_path / "logs",
+    )
     for rank in (0, 1):
         output.feed(rank, 1, b"line\n")
     output.tell(1, "it failed\n")
@@ -171,7 +181,9 @@ def test_mistakes_on_the_command_line(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["paceline.cli.run", "paceline.cli.doctor", "paceline.launch.supervisor"])
+@pytest.mark.parametrize(
+    "command", ["paceline.cli.run", "paceline.cli.doctor", "paceline.launch.supervisor"]
+)
 def test_the_launcher_itself_imports_no_torch(command):
     code = f"import {command}, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

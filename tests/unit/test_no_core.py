@@ -15,7 +15,7 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "src" / "paceline"
 
 SCRIPT = """
 import sys, torch, torch.distributed as dist, paceline
-from paceline.shm import native_status
+from paceline.core import native_status
 assert not native_status().available
 rank = int(sys.argv[1])
 dist.init_process_group("paceline", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
@@ -33,7 +33,7 @@ def without_core(tmp_path):
     copy = tmp_path / "site" / "paceline"
     shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
     record = {"command": "cc ...", "error": "cc: No such file or directory"}
-    (copy / "shm" / "native_build.json").write_text(json.dumps(record))
+    (copy / "core" / "native_build.json").write_text(json.dumps(record))
     return {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
@@ -58,9 +58,9 @@ def test_groups_run_on_gloo_and_say_so_once(without_core, tmp_path):
 
 
 def test_a_core_of_another_version_is_refused(monkeypatch):
+    from paceline.core import abi
     from paceline.errors import NativeError
-    from paceline.shm import native
 
-    monkeypatch.setattr(native, "ABI_VERSION", 999)
+    monkeypatch.setattr(abi, "ABI_VERSION", 999)
     with pytest.raises(NativeError, match=r"ABI version \d+, this paceline needs 999.*reinstall"):
-        native._load()
+        abi._load()

@@ -1,4 +1,6 @@
-"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be pasted."""
+"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be
+pasted.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _PREFIXES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
-    parser.add_argument("--no-smoke-test", action="store_true", help="leave out the test that starts two ranks")
+    parser.add_argument(
+        "--no-smoke-test", action="store_true", help="leave out the test that starts two ranks"
+    )
 
 
 @dataclasses.dataclass
@@ -65,7 +69,12 @@ def run(options: argparse.Namespace) -> int:
     findings = [_guarded(check) for check in checks]
     healthy = all(finding.state != "failed" for finding in findings)
     if options.json:
-        print(json.dumps({"healthy": healthy, "findings": [dataclasses.asdict(f) for f in findings]}, indent=1))
+        print(
+            json.dumps(
+                {"healthy": healthy, "findings": [dataclasses.asdict(f) for f in findings]},
+                indent=1,
+            )
+        )
     else:
         _print(findings, healthy)
     return 0 if healthy else 1
@@ -76,7 +85,11 @@ def _guarded(check: Callable[[], _Finding]) -> _Finding:
     try:
         return check()
     except Exception as error:
-        return _Finding(check.__name__.strip("_").replace("_", " "), f"{type(error).__name__}: {error}", "failed")
+        return _Finding(
+            check.__name__.strip("_").replace("_", " "),
+            f"{type(error).__name__}: {error}",
+            "failed",
+        )
 
 
 def _print(findings: list[_Finding], healthy: bool) -> None:
@@ -98,37 +111,49 @@ def _versions() -> _Finding:
             facts[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             facts[name] = "not installed"
-    return _Finding("versions", ", ".join(f"{name} {value}" for name, value in facts.items()), facts=facts)
+    return _Finding(
+        "versions", ", ".join(f"{name} {value}" for name, value in facts.items()), facts=facts
+    )
 
 
 def _system() -> _Finding:
-    facts = {"system": platform.platform(), "machine": platform.machine(), "executable": sys.executable}
+    facts = {
+        "system": platform.platform(),
+        "machine": platform.machine(),
+        "executable": sys.executable,
+    }
     return _Finding("system", f"{facts['system']}, {facts['machine']}", facts=facts)
 
 
 def _cores() -> _Finding:
-    from paceline.launch.cores import allowed_cores, cpu_quota, usable_cores
+    from paceline.launch.resources import allowed_cores, cpu_quota, usable_cores
 
     allowed, quota = sorted(allowed_cores()), cpu_quota()
     facts = {"cores": os.cpu_count(), "allowed": allowed, "quota": quota, "usable": usable_cores()}
     limit = "no quota" if quota is None else f"quota {quota:g} cores"
     return _Finding(
-        "cores", f"{facts['usable']} usable: {len(allowed)} of {facts['cores']} allowed, {limit}", facts=facts
+        "cores",
+        f"{facts['usable']} usable: {len(allowed)} of {facts['cores']} allowed, {limit}",
+        facts=facts,
     )
 
 
 def _threads() -> _Finding:
     import torch
 
-    from paceline.launch.ranks import threads_for
+    from paceline.launch.rank_count import threads_for
 
     ranks = {n: threads_for(n) for n in (1, 2, 4)}
-    value = f"torch uses {torch.get_num_threads()}; per rank: " + ", ".join(f"{n} ranks {t}" for n, t in ranks.items())
+    value = f"torch uses {torch.get_num_threads()}; per rank: " + ", ".join(
+        f"{n} ranks {t}" for n, t in ranks.items()
+    )
     return _Finding("threads", value, facts={"torch": torch.get_num_threads(), "per_rank": ranks})
 
 
 def _memory() -> _Finding:
-    lines = dict(line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines())
+    lines = dict(
+        line.split(":", 1) for line in pathlib.Path("/proc/meminfo").read_text().splitlines()
+    )
     total, free = (int(lines[key].split()[0]) << 10 for key in ("MemTotal", "MemAvailable"))
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     facts = {"total_bytes": total, "available_bytes": free, "lockable_bytes": locked}
@@ -141,20 +166,25 @@ def _shared_memory() -> _Finding:
     value = f"{_size(usage.free)} free of {_size(usage.total)} in /dev/shm"
     if usage.free < _SMALL_SHM_BYTES:
         return _Finding(
-            "shared memory", f"{value}: too little; in Docker use --shm-size or --ipc=host", "warning", facts
+            "shared memory",
+            f"{value}: too little; in Docker use --shm-size or --ipc=host",
+            "warning",
+            facts,
         )
     return _Finding("shared memory", value, "ok", facts)
 
 
 def _native_core() -> _Finding:
-    from paceline.shm import native_status
+    from paceline.core import native_status
 
     status = native_status()
     facts = dataclasses.asdict(status)
     if status.available:
         return _Finding("native core", f"works, {status.instruction_set}", "ok", facts)
     command = f"\nbuilt with: {status.build_command}" if status.build_command else ""
-    return _Finding("native core", f"Gloo is used instead: {status.reason}{command}", "warning", facts)
+    return _Finding(
+        "native core", f"Gloo is used instead: {status.reason}{command}", "warning", facts
+    )
 
 
 def _backends() -> _Finding:
@@ -167,7 +197,9 @@ def _backends() -> _Finding:
         "xccl": dist.is_xccl_available(),
         "paceline": "PACELINE" in dist.Backend._plugins,
     }
-    return _Finding("backends", ", ".join(name for name, there in facts.items() if there), facts=facts)
+    return _Finding(
+        "backends", ", ".join(name for name, there in facts.items() if there), facts=facts
+    )
 
 
 def _accelerator() -> _Finding:
@@ -177,20 +209,26 @@ def _accelerator() -> _Finding:
     if device is None:
         return _Finding("accelerator", "none", facts={"type": None, "count": 0})
     count = torch.accelerator.device_count()
-    return _Finding("accelerator", f"{count} x {device.type}", facts={"type": device.type, "count": count})
+    return _Finding(
+        "accelerator", f"{count} x {device.type}", facts={"type": device.type, "count": count}
+    )
 
 
 def _environment() -> _Finding:
-    from paceline.launch.environment import find_rank_env
+    from paceline.rank_env import find_rank_env
 
-    seen = {k: v for k, v in sorted(os.environ.items()) if k in _VARIABLES or k.startswith(_PREFIXES)}
+    seen = {
+        k: v for k, v in sorted(os.environ.items()) if k in _VARIABLES or k.startswith(_PREFIXES)
+    }
     shown = "".join(f"\n{name}={value}" for name, value in seen.items())
     try:
         env = find_rank_env(os.environ)
     except ConfigError as error:
         return _Finding("environment", f"{error}{shown}", "failed", {"variables": seen})
     facts = {"variables": seen, **dataclasses.asdict(env)}
-    return _Finding("environment", f"{env.source}: rank {env.rank} of {env.world_size}{shown}", facts=facts)
+    return _Finding(
+        "environment", f"{env.source}: rank {env.rank} of {env.world_size}{shown}", facts=facts
+    )
 
 
 def _smoke_test() -> _Finding:
@@ -204,8 +242,12 @@ def _smoke_test() -> _Finding:
     backend, values = results[0][0], [value for _, value in results]
     facts = {"backend": backend, "values": values, "seconds": round(time.monotonic() - began, 2)}
     if values != [1.5] * _SMOKE_RANKS:
-        return _Finding("smoke test", f"{backend}: the average of 1 and 2 came out as {values}", "failed", facts)
-    value = f"{_SMOKE_RANKS} ranks averaged a tensor over {backend}, {facts['seconds']} s with start-up"
+        return _Finding(
+            "smoke test", f"{backend}: the average of 1 and 2 came out as {values}", "failed", facts
+        )
+    value = (
+        f"{_SMOKE_RANKS} ranks averaged a tensor over {backend}, {facts['seconds']} s with start-up"
+    )
     return _Finding("smoke test", value, "ok", facts)
 
 
@@ -217,7 +259,7 @@ def _average_on_ranks() -> tuple[str, float]:
     import torch
     import torch.distributed as dist
 
-    from paceline.launch.group import destroy_process_group, init_process_group, rank
+    from paceline.launch.init import destroy_process_group, init_process_group, rank
 
     init_process_group()
     value = torch.tensor([rank() + 1.0])

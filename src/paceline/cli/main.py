@@ -1,4 +1,6 @@
-"""Dispatches `paceline <command>`. Each command's module is imported only when that command is called."""
+"""Dispatches `paceline <command>`. Each command's module is imported only when that command is
+called.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,23 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
     "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
     "report": ("paceline.cli.report", "make a page of a recorded timeline"),
-    "bench": ("paceline.cli.bench", "measure Paceline next to stock PyTorch on this machine"),
-    "doctor": ("paceline.cli.doctor", "show what this machine and installation offer, and whether they work"),
+    "bench": (
+        "paceline.cli.bench_command",
+        "measure Paceline next to stock PyTorch on this machine",
+    ),
+    "doctor": (
+        "paceline.cli.doctor",
+        "show what this machine and installation offer, and whether they work",
+    ),
 }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    parser = argparse.ArgumentParser(prog="paceline", description="Data-parallel training for PyTorch.")
+    parser = argparse.ArgumentParser(
+        prog="paceline", description="Data-parallel training for PyTorch."
+    )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, (module, summary) in _COMMANDS.items():

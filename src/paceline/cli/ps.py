@@ -9,9 +9,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
-from paceline.observe.table import table
-from paceline.observe.verdict import RankView, judge
-from paceline.observe.watch import ask_stacks, look
+from paceline.diagnostics.diagnosis import RankView, diagnose
+from paceline.diagnostics.rank_table import table
+from paceline.diagnostics.stall_watcher import ask_stacks, look
 
 __all__ = ["add_arguments", "run"]
 
@@ -21,8 +21,12 @@ _REFRESH_S = 0.5
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="show one job only: the beginning of its id")
     parser.add_argument("--watch", action="store_true", help="go on showing it, until Ctrl-C")
-    parser.add_argument("--stacks", action="store_true", help="also show where each rank's main thread is")
-    parser.add_argument("--json", action="store_true", help="for programs: one object per rank and line")
+    parser.add_argument(
+        "--stacks", action="store_true", help="also show where each rank's main thread is"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="for programs: one object per rank and line"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -57,14 +61,17 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
     now = time.monotonic_ns()
     running = (now - min(view.page.started_ns for view in views if view.page is not None)) / 1e9
     here = "" if len(views) == page.world else f" ({len(views)} of them on this host)"
-    lines = [f"{page.script}  job {page.job[:8]}  {page.world} ranks{here}  for {running:.0f} s", table(views, now)]
+    lines = [
+        f"{page.script}  job {page.job[:8]}  {page.world} ranks{here}  for {running:.0f} s",
+        table(views, now),
+    ]
     # Even a wait of a second is worth a sentence to someone who asks.
-    verdict = judge(views, now, 10**9)
+    diagnosis = diagnose(views, now, 10**9)
     if stacks:
         for rank, stack in ask_stacks(views).items():
             lines.append(f"rank {rank}, innermost call last:\n{stack.text}")
-    if verdict is not None:
-        lines.append(f"so far: {verdict.sentence}")
+    if diagnosis is not None:
+        lines.append(f"so far: {diagnosis.sentence}")
     return "\n".join(lines)
 
 
@@ -80,7 +87,9 @@ def _watch(options: argparse.Namespace) -> int:
 
     console = Console()
     try:
-        with Live(picture(), console=console, screen=console.is_terminal, auto_refresh=False) as live:
+        with Live(
+            picture(), console=console, screen=console.is_terminal, auto_refresh=False
+        ) as live:
             while True:
                 time.sleep(_REFRESH_S)
                 live.update(picture(), refresh=True)

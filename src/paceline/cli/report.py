@@ -1,19 +1,23 @@
-"""`paceline report DIR`: one page that shows a recorded timeline, and the same for Chrome and Perfetto."""
+"""`paceline report DIR`: one page that shows a recorded timeline, and the same for Chrome and
+Perfetto.
+"""
 
 from __future__ import annotations
 
 import argparse
 import pathlib
 
-from paceline.observe.report import write_report
-from paceline.observe.timeline import Timeline
-from paceline.observe.trace import read_traces
+from paceline.diagnostics.report_page import write_report
+from paceline.diagnostics.timeline import Timeline
+from paceline.telemetry.trace_file import read_traces
 
 __all__ = ["add_arguments", "run"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", type=pathlib.Path, help="what `paceline run --trace DIR` recorded")
+    parser.add_argument(
+        "directory", type=pathlib.Path, help="what `paceline run --trace DIR` recorded"
+    )
     parser.add_argument(
         "-o", "--output", type=pathlib.Path, metavar="PAGE.html",
         help="where to write the page; the trace JSON goes beside it (default: DIR/timeline.html)",

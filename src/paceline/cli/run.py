@@ -12,12 +12,12 @@ import uuid
 from collections.abc import Callable
 
 from paceline.errors import ConfigError, describe_exit
-from paceline.launch.job import PRELOAD, Meeting, Script, exit_code_for_shell
+from paceline.launch.child_processes import adopt_orphans
+from paceline.launch.messages import PRELOAD, RendezvousConfig, Script, exit_code_for_shell
 from paceline.launch.output import Output
-from paceline.launch.processes import adopt_orphans
-from paceline.launch.ranks import count_ranks, threads_for
-from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
-from paceline.observe.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
+from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
+from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 
 __all__ = ["add_arguments", "run"]
 
@@ -25,19 +25,26 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = (
-        "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
-    )
+    parser.usage = "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
     parser.add_argument(
         "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N",
         default=_torchrun("NPROC_PER_NODE", "auto"),
         help="ranks on this host, or auto: one per accelerator, else one per core (default: auto)",
     )  # fmt: skip
-    parser.add_argument("-m", "--module", action="store_true", help="run a module, as `python -m` does")
     parser.add_argument(
-        "--log-dir", type=pathlib.Path, metavar="DIR", help="also write each rank's output to DIR/rank-N.log"
+        "-m", "--module", action="store_true", help="run a module, as `python -m` does"
     )
-    parser.add_argument("--quiet-ranks", action="store_true", help="show the output of rank 0 only (and every failure)")
+    parser.add_argument(
+        "--log-dir",
+        type=pathlib.Path,
+        metavar="DIR",
+        help="also write each rank's output to DIR/rank-N.log",
+    )
+    parser.add_argument(
+        "--quiet-ranks",
+        action="store_true",
+        help="show the output of rank 0 only (and every failure)",
+    )
     parser.add_argument(
         "--grace", type=float, default=30.0, metavar="SECONDS",
         help="time ranks get to end after Ctrl-C or SIGTERM before they are killed (default: 30)",
@@ -58,17 +65,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preload", default=",".join(PRELOAD), metavar="MODULES",
         help="imported once before ranks are forked; add what your script takes long to import (default: %(default)s)",
     )  # fmt: skip
-    nodes = parser.add_argument_group("several hosts (start the same command on each; names as in torchrun)")
-    nodes.add_argument("--nnodes", type=int, default=int(_torchrun("NNODES", "1")), metavar="N", help="number of hosts")
+    nodes = parser.add_argument_group(
+        "several hosts (start the same command on each; names as in torchrun)"
+    )
     nodes.add_argument(
-        "--node-rank", "--node_rank", type=int, metavar="I", help="this host's number, 0 serves the meeting place"
+        "--nnodes",
+        type=int,
+        default=int(_torchrun("NNODES", "1")),
+        metavar="N",
+        help="number of hosts",
+    )
+    nodes.add_argument(
+        "--node-rank",
+        "--node_rank",
+        type=int,
+        metavar="I",
+        help="this host's number, 0 serves the rendezvous place",
     )
     nodes.add_argument(
         "--rdzv-endpoint", "--rdzv_endpoint", default=_torchrun("RDZV_ENDPOINT", ""), metavar="HOST:PORT",
         help="where the hosts meet: an address of one of them",
     )  # fmt: skip
     nodes.add_argument(
-        "--rdzv-id", "--rdzv_id", default=_torchrun("RDZV_ID", "none"), metavar="ID", help="a name for the job"
+        "--rdzv-id",
+        "--rdzv_id",
+        default=_torchrun("RDZV_ID", "none"),
+        metavar="ID",
+        help="a name for the job",
     )
     parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
@@ -103,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
     """Also after a failure: then it shows what led there."""
-    from paceline.observe.report import write_report
+    from paceline.diagnostics.report_page import write_report
 
     try:
         screen.say(f"timeline: {write_report(directory)}")
@@ -143,10 +166,14 @@ def _plan(options: argparse.Namespace) -> Plan:
         threads=threads_for(ranks),
         launcher="paceline run",
         path=(first, *_path_without_ours()),
-        meeting=_meeting(options),
+        rendezvous=_rendezvous_config(options),
         start_method=options.start_method,
         preload=tuple(name for name in options.preload.split(",") if name),
-        environ={RUN_ID: uuid.uuid4().hex, SCRIPT: os.path.basename(target), **_trace_directory(options)},
+        environ={
+            RUN_ID: uuid.uuid4().hex,
+            SCRIPT: os.path.basename(target),
+            **_trace_directory(options),
+        },
         stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
         grace_s=options.grace,
         owns_process=True,
@@ -162,19 +189,23 @@ def _path_without_ours() -> list[str]:
     return sys.path[1:] if not sys.flags.safe_path else list(sys.path)
 
 
-def _meeting(options: argparse.Namespace) -> Meeting:
+def _rendezvous_config(options: argparse.Namespace) -> RendezvousConfig:
     if options.nnodes < 1:
         raise ConfigError(f"--nnodes should be 1 or more but is {options.nnodes}")
     if options.nnodes == 1:
-        return Meeting()
+        return RendezvousConfig()
     if not options.rdzv_endpoint:
-        raise ConfigError(f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts")
+        raise ConfigError(
+            f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts"
+        )
     node_rank = options.node_rank
     if node_rank is None and (text := os.environ.get("PET_NODE_RANK")):
         node_rank = int(text)
     if node_rank is not None and not 0 <= node_rank < options.nnodes:
-        raise ConfigError(f"--node-rank should be from 0 to {options.nnodes - 1} but is {node_rank}")
-    return Meeting(options.nnodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+        raise ConfigError(
+            f"--node-rank should be from 0 to {options.nnodes - 1} but is {node_rank}"
+        )
+    return RendezvousConfig(options.nnodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
 
 
 def _pass_signals_to(supervisor: Supervisor) -> None:
@@ -208,8 +239,10 @@ class _Screen:
 # -- how it ended --------------------------------------------------------------------------------------------------
 
 
-def _tell(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
-    """The last words: later failures in a line each, the first in full, one sentence. Returns the exit code."""
+def _tell(ending: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+    """The last words: later failures in a line each, the first in full, one sentence. Returns the
+    exit code.
+    """
     if ending.stopped_by is not None:
         return _tell_stopped(ending, screen)
     if ending.failures:
@@ -220,7 +253,7 @@ def _tell(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
     return 0
 
 
-def _tell_stopped(ending: Ending, screen: _Screen) -> int:
+def _tell_stopped(ending: JobResult, screen: _Screen) -> int:
     number = ending.stopped_by or 0
     if number == signal.SIGPIPE:
         return exit_code_for_shell(-signal.SIGPIPE)
@@ -235,11 +268,11 @@ def _tell_stopped(ending: Ending, screen: _Screen) -> int:
     return exit_code_for_shell(-number)
 
 
-def _all_ended_well(ending: Ending) -> bool:
+def _all_ended_well(ending: JobResult) -> bool:
     return len(ending.clean) == len(ending.reports)
 
 
-def _tell_failure(ending: Ending, plan: Plan, output: Output, screen: _Screen) -> int:
+def _tell_failure(ending: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
     first, *later = ending.failures
     for other in reversed(later):
         screen.say(f"{_name(other, ending)} failed later: {_reason(other)}")
@@ -253,7 +286,7 @@ def _tell_failure(ending: Ending, plan: Plan, output: Output, screen: _Screen) -
     return exit_code_for_shell(1 if first.exitcode is None else first.exitcode or 1)
 
 
-def _name(failure: Failure, ending: Ending) -> str:
+def _name(failure: Failure, ending: JobResult) -> str:
     return f"rank {ending.first_rank + failure.rank} (pid {ending.pids.get(failure.rank)})"
 
 

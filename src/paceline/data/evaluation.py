@@ -1,4 +1,6 @@
-"""Exact evaluation: each sample once, sums with counts, outputs in dataset order, one exchange at the very end."""
+"""Exact evaluation: each sample once, sums with counts, outputs in dataset order, one exchange at
+the very end.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,23 @@ import torch.distributed as dist
 
 from paceline.data.exact_sum import ExactSum
 from paceline.data.loader import DataLoader
-from paceline.data.split import find_rank, share_of
+from paceline.data.shares import find_rank, share_of
 from paceline.errors import ConfigError, MismatchError
-from paceline.observe.recorder import recorder
-from paceline.observe.status import Phase
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.status_page import Phase
 
 __all__ = ["Evaluation", "EvaluationPart", "EvaluationResult"]
 
-_PENDING = 32  # batches whose values stay on their device before they are fetched, so that the device can run ahead
+# batches whose values stay on their device before they are fetched, so that the device can run
+# ahead
+_PENDING = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class EvaluationPart:
-    """What one rank found over samples `start` to `stop` of `length`. Can be pickled and merged anywhere."""
+    """What one rank found over samples `start` to `stop` of `length`. Can be pickled and merged
+    anywhere.
+    """
 
     rank: int
     start: int
@@ -73,16 +79,17 @@ class Evaluation:
 
         evaluation = paceline.Evaluation(dataset, batch_size=64)
         for inputs, labels in evaluation:
-            logits = model(inputs)
-            evaluation.add(loss=cross_entropy(logits, labels, reduction="none"), accuracy=logits.argmax(1) == labels)
+            logits = model(inputs) evaluation.add(loss=cross_entropy(logits, labels,
+            reduction="none"), accuracy=logits.argmax(1) == labels)
             evaluation.collect(prediction=logits.argmax(1))
         result = evaluation.result()
         result.mean("loss"), result.mean("accuracy"), result.outputs["prediction"]
 
-    Each rank visits one contiguous part of the dataset, once; parts may differ by a sample, and ranks by a batch. The
-    ranks do not talk to each other before `result()`. A model that communicates in its forward would: evaluate the
-    bare module. Sums are exact, so that equal values per sample give an equal result, to the last bit, on any number of
-    ranks and with any batch size.
+    Each rank visits one contiguous part of the dataset, once; parts may differ by a sample, and
+    ranks by a batch. The ranks do not talk to each other before `result()`. A model that
+    communicates in its forward would: evaluate the bare module. Sums are exact, so that equal
+    values per sample give an equal result, to the last bit, on any number of ranks and with any
+    batch size.
 
     Args:
         dataset: map-style.
@@ -117,7 +124,10 @@ class Evaluation:
         self.length = len(dataset)
         share = share_of(self.length, self.rank, self.world_size)
         self.start, self.stop = share.start, share.stop
-        self._batches = [range(at, min(at + batch_size, self.stop)) for at in range(self.start, self.stop, batch_size)]
+        self._batches = [
+            range(at, min(at + batch_size, self.stop))
+            for at in range(self.start, self.stop, batch_size)
+        ]
         self._loader: DataLoader[Any] = DataLoader(dataset, batch_sampler=self._batches, **options)  # type: ignore[arg-type]  # ranges do for lists
         self._reset()
 
@@ -145,28 +155,38 @@ class Evaluation:
         for name, value in values.items():
             self._check_rows(name, value)
             if not isinstance(value, torch.Tensor):
-                raise ConfigError(f"{name!r} must be a tensor to be summed, found {type(value).__name__}")
+                raise ConfigError(
+                    f"{name!r} must be a tensor to be summed, found {type(value).__name__}"
+                )
             self._pending.setdefault(name, []).append(value.detach())
             self._counts[name] = self._counts.get(name, 0) + value.numel()
             if len(self._pending[name]) >= _PENDING:
                 self._fetch(name)
 
     def add_sum(self, name: str, total: float | torch.Tensor, count: int) -> None:
-        """Add a sum over `count` values, where there is no tensor of them (tokens that are not padding, say)."""
+        """Add a sum over `count` values, where there is no tensor of them (tokens that are not
+        padding, say).
+        """
         if isinstance(total, torch.Tensor) and total.numel() != 1:
-            raise ConfigError(f"{name!r} must be one number with its count, found shape {tuple(total.shape)}")
+            raise ConfigError(
+                f"{name!r} must be one number with its count, found shape {tuple(total.shape)}"
+            )
         self._sums.setdefault(name, ExactSum()).add([float(total)])
         self._counts[name] = self._counts.get(name, 0) + int(count)
 
     def collect(self, **rows: torch.Tensor | Sequence[Any]) -> None:
-        """Keep outputs of the current batch, by name: tensors or lists with one row for each sample."""
+        """Keep outputs of the current batch, by name: tensors or lists with one row for each
+        sample.
+        """
         for name, value in rows.items():
             self._check_rows(f"outputs of {name}", value)
             kept = value.detach().cpu() if isinstance(value, torch.Tensor) else list(value)
             self._outputs.setdefault(name, []).append(kept)
 
     def result(self) -> EvaluationResult:
-        """What all ranks found together. Every rank of the group must call this: it is the only exchange."""
+        """What all ranks found together. Every rank of the group must call this: it is the only
+        exchange.
+        """
         part = self.part()
         if not self._communicates:
             if self.world_size > 1:
@@ -196,7 +216,9 @@ class Evaluation:
         for name in list(self._pending):
             self._fetch(name)
         sums = {name: (total.terms, self._counts[name]) for name, total in self._sums.items()}
-        return EvaluationPart(self.rank, self.start, self.stop, self.length, sums, dict(self._outputs))
+        return EvaluationPart(
+            self.rank, self.start, self.stop, self.length, sums, dict(self._outputs)
+        )
 
     @staticmethod
     def merge(parts: Sequence[EvaluationPart]) -> EvaluationResult:
@@ -225,16 +247,22 @@ class Evaluation:
 
     def _check_rows(self, name: str, value: Any) -> None:
         if not self._current:
-            raise ConfigError(f"{name!r} is added outside of a batch: do so while iterating over the evaluation")
+            raise ConfigError(
+                f"{name!r} is added outside of a batch: do so while iterating over the evaluation"
+            )
         if isinstance(value, torch.Tensor) and value.dim() == 0:
             raise ConfigError(
                 f"{name!r} is a single number for {len(self._current)} samples, and nobody can tell a sum from a mean. "
                 'Add one value for each sample (reduction="none"), or use add_sum(name, sum, count)'
             )
         if len(value) != len(self._current):
-            raise ConfigError(f"{name!r} has {len(value)} rows for a batch of {len(self._current)} samples")
+            raise ConfigError(
+                f"{name!r} has {len(value)} rows for a batch of {len(self._current)} samples"
+            )
         if name in self._named:
-            raise ConfigError(f"{name!r} was added twice for one batch (samples from {self._current.start} on)")
+            raise ConfigError(
+                f"{name!r} was added twice for one batch (samples from {self._current.start} on)"
+            )
         self._named.add(name)
 
     def _fetch(self, name: str) -> None:
@@ -247,14 +275,25 @@ def _check_parts(parts: Sequence[EvaluationPart]) -> None:
     """Every sample in one part and one only, and the same names wherever there are samples."""
     spans = {part.rank: f"samples {part.start} to {part.stop} of {part.length}" for part in parts}
     bounds = [0, *(part.stop for part in parts)]
-    whole = parts and bounds[:-1] == [part.start for part in parts] and {bounds[-1]} == {part.length for part in parts}
+    whole = (
+        parts
+        and bounds[:-1] == [part.start for part in parts]
+        and {bounds[-1]} == {part.length for part in parts}
+    )
     if not whole:
         raise MismatchError(
-            f"the parts do not cover the dataset once: {spans}. Every rank's part is needed, of one dataset", spans
+            f"the parts do not cover the dataset once: {spans}. Every rank's part is needed, of one dataset",
+            spans,
         )
-    names = {part.rank: f"{sorted(part.sums)} and {sorted(part.outputs)}" for part in parts if part.stop > part.start}
+    names = {
+        part.rank: f"{sorted(part.sums)} and {sorted(part.outputs)}"
+        for part in parts
+        if part.stop > part.start
+    }
     if len(set(names.values())) > 1:
-        raise MismatchError(f"ranks added different names: {names}. Add the same ones on every rank", names)
+        raise MismatchError(
+            f"ranks added different names: {names}. Add the same ones on every rank", names
+        )
 
 
 def _joined(batches: list[Any]) -> Any:

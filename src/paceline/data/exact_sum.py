@@ -1,4 +1,6 @@
-"""Sums without rounding: the result does not depend on the order, the batches or the ranks the numbers came in."""
+"""Sums without rounding: the result does not depend on the order, the batches or the ranks the
+numbers came in.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ __all__ = ["ExactSum"]
 
 
 class ExactSum:
-    """Adds floats exactly. What it holds is a handful of floats whose true sum is the true sum of all that was added.
+    """Adds floats exactly. What it holds is a handful of floats whose true sum is the true sum of
+    all that was added.
 
-    `math.fsum` rounds the exact sum once. Subtracting that and summing again gives what the rounding lost, and so on
-    until nothing is lost: two or three terms for ordinary numbers.
+    `math.fsum` rounds the exact sum once. Subtracting that and summing again gives what the
+    rounding lost, and so on until nothing is lost: two or three terms for ordinary numbers.
     """
 
     def __init__(self, terms: Iterable[float] = ()) -> None:

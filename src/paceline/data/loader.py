@@ -1,4 +1,6 @@
-"""DataLoader: torch's, with global batches, seeds for each sample, a position to save and batches moved ahead."""
+"""DataLoader: torch's, with global batches, seeds for each sample, a position to save and batches
+moved ahead.
+"""
 
 from __future__ import annotations
 
@@ -9,24 +11,30 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
-from paceline.data.global_batch import GlobalBatchSampler
-from paceline.data.keys import check_seed
-from paceline.data.making import BatchMaker, Recipe, StreamMaker, as_it_is, draws_nothing
-from paceline.data.plan import GlobalPlan, Plan, SamplerPlan, StreamPlan
-from paceline.data.sharded import ShardedIterable
-from paceline.data.split import Share
-from paceline.data.transfer import find_device, is_accelerator, on_device
+from paceline.data.batch_builder import (
+    BatchMaker,
+    CollateSpec,
+    StreamMaker,
+    as_it_is,
+    draws_nothing,
+)
+from paceline.data.device_prefetch import find_device, is_accelerator, on_device
+from paceline.data.global_batch_sampler import GlobalBatchSampler
+from paceline.data.loader_plan import GlobalPlan, Plan, SamplerPlan, StreamPlan
+from paceline.data.rng import check_seed
+from paceline.data.sharded_iterable import ShardedIterable
+from paceline.data.shares import Share
 from paceline.errors import ConfigError
-from paceline.observe.recorder import recorder
-from paceline.observe.status import Phase
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.status_page import Phase
 
-__all__ = ["DataLoader", "LearnsOfTheEnd"]
+__all__ = ["DataLoader", "SupportsNoMoreData"]
 
 _T = TypeVar("_T")
 _LOADER = int(Phase.LOADER)
 
 
-class LearnsOfTheEnd(Protocol):
+class SupportsNoMoreData(Protocol):
     """A model that wants to know when its rank has run out of data, to let the other ranks go on."""
 
     def no_more_data(self, optimizer: Any = ..., /) -> Any: ...
@@ -35,26 +43,33 @@ class LearnsOfTheEnd(Protocol):
 class DataLoader(torch.utils.data.DataLoader[_T]):
     """`torch.utils.data.DataLoader` for training on many ranks.
 
-    Without a sampler, `batch_size` counts the samples of all ranks together, each rank loads its own share of every
-    global batch (see `GlobalBatchSampler`; an iterable dataset goes through `ShardedIterable`), and epochs advance by
-    themselves. With `sampler` or `batch_sampler` the arguments mean what they mean to torch.
+    Without a sampler, `batch_size` counts the samples of all ranks together, each rank loads its
+    own share of every global batch (see `GlobalBatchSampler`; an iterable dataset goes through
+    `ShardedIterable`), and epochs advance by themselves. With `sampler` or `batch_sampler` the
+    arguments mean what they mean to torch.
 
-    - Random numbers drawn while a sample is made (Python's, numpy's, torch's) depend on `seed`, the epoch and the
-      sample's index alone: the same at every world size and number of workers. The training loop's own are untouched.
-    - `state_dict()` is the position after the batch that the training loop received last, whatever is prefetched.
+    - Random numbers drawn while a sample is made (Python's, numpy's, torch's) depend on `seed`, the
+      epoch and the
+      sample's index alone: the same at every world size and number of workers. The training loop's
+      own are untouched.
+    - `state_dict()` is the position after the batch that the training loop received last, whatever
+      is prefetched.
       Load it into a loader of any world size and number of workers.
-    - A rank whose share of the last global batch is empty gets a batch of zero samples with the structure, shapes and
+    - A rank whose share of the last global batch is empty gets a batch of zero samples with the
+      structure, shapes and
       types of the others, so that all ranks make the same number of steps.
 
     Args beyond torch's:
-        seed: of the order and of the samples' random numbers; the sampler's, or 0.
-        device: move batches there; on an accelerator, one step ahead. "auto" is this rank's accelerator.
-        model: is told `model.no_more_data()` when an epoch's data is at its end. For samplers that give ranks different
+        seed: of the order and of the samples' random numbers; the sampler's, or 0. device: move
+        batches there; on an accelerator, one step ahead. "auto" is this rank's accelerator. model:
+        is told `model.no_more_data()` when an epoch's data is at its end. For samplers that give
+        ranks different
             numbers of batches; global batches end on all ranks at once.
-        optimizer: is handed on, `model.no_more_data(optimizer)`, to take the other ranks' last steps along.
-        rank, world_size: both, or neither to take them from the default group or the launcher's environment.
-        seed_samples: False saves the time for seeding, if loading draws no random numbers.
-        empty_batch: makes a batch of zero samples from a batch of one. Needed only for batches that are neither
+        optimizer: is handed on, `model.no_more_data(optimizer)`, to take the other ranks' last
+        steps along. rank, world_size: both, or neither to take them from the default group or the
+        launcher's environment. seed_samples: False saves the time for seeding, if loading draws no
+        random numbers. empty_batch: makes a batch of zero samples from a batch of one. Needed only
+        for batches that are neither
             tensors nor lists, tuples and mappings of them.
         pin_memory: None, the default, pins when `device` is an accelerator.
     """
@@ -80,7 +95,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         in_order: bool = True,
         seed: int | None = None,
         device: torch.device | str | int | None = None,
-        model: LearnsOfTheEnd | None = None,
+        model: SupportsNoMoreData | None = None,
         optimizer: Any = None,
         rank: int | None = None,
         world_size: int | None = None,
@@ -96,8 +111,14 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             if isinstance(source, IterableDataset):
                 source = ShardedIterable(source, batch_size or 0, seed=seed or 0, **place)
             else:
-                batch_sampler = GlobalBatchSampler(source, batch_size or 0, bool(shuffle), seed or 0, **place)
-                batch_size, shuffle, drop_last = 1, None, False  # torch's way of leaving all to the batch sampler
+                batch_sampler = GlobalBatchSampler(
+                    source, batch_size or 0, bool(shuffle), seed or 0, **place
+                )
+                batch_size, shuffle, drop_last = (
+                    1,
+                    None,
+                    False,
+                )  # torch's way of leaving all to the batch sampler
         elif rank is not None or world_size is not None:
             raise ConfigError(
                 f"found rank={rank} and world_size={world_size} next to a sampler, a ShardedIterable or "
@@ -119,7 +140,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             timeout,
             worker_init_fn,
             multiprocessing_context,
-            # torch draws the workers' base seed from it; otherwise every pass would advance the global generator.
+            # torch draws the workers' base seed from it; otherwise every pass would advance the
+            # global generator.
             torch.Generator().manual_seed((seed or 0) % 2**63) if generator is None else generator,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers,
@@ -187,11 +209,13 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         return SamplerPlan(indices, self.sampler, (seed or 0) if seeded else None, batched=batched)
 
     def _make_engine(self) -> torch.utils.data.DataLoader[Any]:
-        """The loader of torch's that does the work. It hands whole batches to its workers, as requests of the plan."""
+        """The loader of torch's that does the work. It hands whole batches to its workers, as
+        requests of the plan.
+        """
         if self._engine is not None and self.persistent_workers:
             return self._engine
         what: dict[str, Any]
-        recipe = Recipe(self.collate_fn, self.empty_batch)
+        recipe = CollateSpec(self.collate_fn, self.empty_batch)
         if isinstance(self.dataset, ShardedIterable):
             what = {"dataset": StreamMaker(self.dataset, recipe), "collate_fn": as_it_is}
         elif isinstance(self.dataset, IterableDataset):
@@ -220,7 +244,9 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
     def _resumable(self) -> GlobalBatchSampler | ShardedIterable:
         if not self.in_order:
-            raise ConfigError("in_order=False hands out batches in any order: there is no position to save or load")
+            raise ConfigError(
+                "in_order=False hands out batches in any order: there is no position to save or load"
+            )
         for source in (self.dataset, self.batch_sampler):
             if isinstance(source, GlobalBatchSampler | ShardedIterable):
                 return source
@@ -244,7 +270,7 @@ def _noted(batches: Iterator[Any]) -> Iterator[Any]:
         yield batch
 
 
-def _check_model(model: LearnsOfTheEnd | None) -> LearnsOfTheEnd | None:
+def _check_model(model: SupportsNoMoreData | None) -> SupportsNoMoreData | None:
     if model is not None and not callable(getattr(model, "no_more_data", None)):
         raise ConfigError(
             f"model={type(model).__name__} has no method no_more_data() to be told by. "

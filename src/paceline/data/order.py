@@ -1,4 +1,6 @@
-"""In which order an epoch visits the samples: pure functions from (epoch, positions) to dataset indices."""
+"""In which order an epoch visits the samples: pure functions from (epoch, positions) to dataset
+indices.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from paceline.data.keys import Int64s, derive_keys, random_bits
 from paceline.data.permutation import ALGORITHM, Permutation
+from paceline.data.rng import Int64s, derive_keys, random_bits
 from paceline.errors import ConfigError
 
 __all__ = ["Order", "Sequential", "Shuffled", "Weighted", "Subset"]
 
 
 class Order(Protocol):
-    """`name` identifies the order in saved states; `repeats` says whether an index can come twice in an epoch."""
+    """`name` identifies the order in saved states; `repeats` says whether an index can come twice
+    in an epoch.
+    """
 
     length: int
     name: str
@@ -62,9 +66,19 @@ class Weighted:
 
     repeats = True
 
-    def __init__(self, weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating], draws: int, seed: int):
+    def __init__(
+        self,
+        weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating],
+        draws: int,
+        seed: int,
+    ):
         values = np.ascontiguousarray(weights, dtype="<f8")
-        if values.ndim != 1 or not np.isfinite(values).all() or (values < 0).any() or not values.any():
+        if (
+            values.ndim != 1
+            or not np.isfinite(values).all()
+            or (values < 0).any()
+            or not values.any()
+        ):
             raise ConfigError(
                 "weights must be one finite number for each sample, none negative and not all zero, found "
                 f"shape {values.shape}, smallest {values.min(initial=np.inf)}, largest {values.max(initial=-np.inf)}"

@@ -2,13 +2,15 @@
 
 Algorithm `paceline-permutation/1`, part of what a saved state promises:
 
-- n > 16,384: write x = left * b + right with a = ceil(sqrt(n)) and b = ceil(n / a), and alternate eight rounds of
+- n > 16,384: write x = left * b + right with a = ceil(sqrt(n)) and b = ceil(n / a), and alternate
+  eight rounds of
   left  = (left  + bits(key, right) / 2) mod a      and
   right = (right + bits(key, left)  / 2) mod b,
   a Feistel network on Z_a x Z_b. Each round can be undone, so the whole is a bijection of 0..a*b-1. A result of n or
   more is sent through again (cycle walking: it must come back below n, since the input was). As a*b - n < a, that
   concerns fewer than one position in sqrt(n).
-- n <= 16,384: Feistel networks on tiny domains are visibly not uniform; here the numbers are sorted by their random
+- n <= 16,384: Feistel networks on tiny domains are visibly not uniform; here the numbers are sorted
+  by their random
   bits, which is a uniform permutation. The table is bounded by the constant, not by the dataset.
 """
 
@@ -18,7 +20,7 @@ import math
 
 import numpy as np
 
-from paceline.data.keys import Int64s, UInt64s, derive_keys, random_bits
+from paceline.data.rng import Int64s, UInt64s, derive_keys, random_bits
 
 __all__ = ["ALGORITHM", "Permutation"]
 
@@ -30,7 +32,9 @@ _HALF = np.uint64(1)
 
 
 class Permutation:
-    """`Permutation(n, seed, epoch)(positions)`: what stands at these positions of the shuffled 0..n-1."""
+    """`Permutation(n, seed, epoch)(positions)`: what stands at these positions of the shuffled
+    0..n-1.
+    """
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         self.length = length
@@ -73,5 +77,7 @@ class Permutation:
         total = random_bits(key, other)
         total >>= _HALF  # leaves room for the addition
         total += half
-        total -= (total // modulus) * modulus  # numpy divides by a constant several times faster than it takes `%`
+        total -= (
+            total // modulus
+        ) * modulus  # numpy divides by a constant several times faster than it takes `%`
         return total

@@ -1,4 +1,6 @@
-"""Random numbers for loading samples: a function of the sample, not of the rank, the worker or what came before."""
+"""Random numbers for loading samples: a function of the sample, not of the rank, the worker or what
+came before.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,16 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from paceline.data.keys import UInt64s, derive_keys, random_bits
+from paceline.data.rng import UInt64s, derive_keys, random_bits
 
 __all__ = ["sample_seeds", "collate_seed", "seed_all", "RandomState", "own_randomness"]
 
 _BITS_32, _BITS_63 = (1 << 32) - 1, (1 << 63) - 1
 
 
-def sample_seeds(seed: int, epoch: int, indices: Sequence[Any], draws: UInt64s | None = None) -> list[int]:
+def sample_seeds(
+    seed: int, epoch: int, indices: Sequence[Any], draws: UInt64s | None = None
+) -> list[int]:
     """One seed for each sample, from the loader's seed, the epoch and the sample's index.
 
     `draws` tells repeated draws of one index apart, where an epoch can hold some.
@@ -60,7 +64,9 @@ class RandomState:
 
 @contextlib.contextmanager
 def own_randomness() -> Iterator[None]:
-    """Keep what is seeded inside from the training loop, which shares the generators if there are no workers."""
+    """Keep what is seeded inside from the training loop, which shares the generators if there are
+    no workers.
+    """
     if get_worker_info() is not None:
         yield
         return

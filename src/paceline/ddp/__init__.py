@@ -1,6 +1,6 @@
 """DistributedDataParallel: plan -> buckets -> reducer -> module."""
 
-from paceline.ddp.module import DistributedDataParallel
+from paceline.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.ddp.replicate import replica_of, replicate
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 

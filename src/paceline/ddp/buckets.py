@@ -1,8 +1,9 @@
-"""A bucket: one flat stretch of memory in which several gradients lie side by side, and the way in and out of it.
+"""A bucket: one flat stretch of memory in which several gradients lie side by side, and the way in
+and out of it.
 
-A gradient that autograd made is copied in once; from then on the parameter's `.grad` *is* its place in the
-bucket, so that neither the average nor the optimizer copies it again. A large gradient is not copied at all: it is a
-bucket of its own and stays where autograd put it.
+A gradient that autograd made is copied in once; from then on the parameter's `.grad` *is* its place
+in the bucket, so that neither the average nor the optimizer copies it again. A large gradient is
+not copied at all: it is a bucket of its own and stays where autograd put it.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.collectives import all_reduce
+from paceline.ddp.group_calls import all_reduce
 
-# getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's argument.
+# getrefcount of a place in the bucket that nobody else holds: the list of places, and the call's
+# argument.
 _OWN_REFERENCES = 2
 _REFERENCES_IN_LOOP = 4  # and two more inside a loop over (parameter, place) pairs
-# Who refers to the memory of a gradient that nobody else uses: its tensor, and the storage object that is asked.
+# Who refers to the memory of a gradient that nobody else uses: its tensor, and the storage object
+# that is asked.
 _OWN_STORAGE_REFERENCES = 2
-# What is asked of every gradient in every step is asked by map(): a loop of bytecode takes three times as long.
+# What is asked of every gradient in every step is asked by map(): a loop of bytecode takes three
+# times as long.
 _gradient_of: Callable[[Any], torch.Tensor | None] = attrgetter("grad")
 _dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _has_graph: Callable[[Any], bool] = attrgetter("requires_grad")
@@ -33,9 +37,10 @@ _address_of: Callable[[Any], int] = torch.Tensor.data_ptr
 _is_contiguous: Callable[[Any], bool] = torch.Tensor.is_contiguous
 _ONLY_NONE = {id(None)}
 
-__all__ = ["Bucket", "DenseBucket", "Fill", "LoneBucket", "SparseBucket", "State"]
+__all__ = ["Bucket", "DenseBucket", "Fill", "InPlaceBucket", "SparseBucket", "State"]
 
-# fill(flat tensor, element offset, addresses, lengths in bytes, bytes in all): copies pieces of memory side by side.
+# fill(flat tensor, element offset, addresses, lengths in bytes, bytes in all): copies pieces of
+# memory side by side.
 Fill = Callable[[torch.Tensor, int, "array[int]", "array[int]", int], None]
 
 
@@ -51,15 +56,21 @@ class State(enum.Enum):
 class Bucket:
     """What dense and sparse buckets share: their parameters, and which of them have arrived."""
 
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]
+    ) -> None:
         self.index = index
         self.members = tuple(members)
         self.parameters = list(parameters)
         self.size = len(self.members)
         self.positions = range(self.size)
-        self.fired: list[int] = []  # positions whose gradient arrived in this backward, as they came
+        self.fired: list[
+            int
+        ] = []  # positions whose gradient arrived in this backward, as they came
         self.state = State.FILLING
-        self._before: list[tuple[torch.Tensor | None, int]] | None = None  # None: no parameter had a gradient
+        self._before: list[tuple[torch.Tensor | None, int]] | None = (
+            None  # None: no parameter had a gradient
+        )
 
     def reset(self) -> None:
         self.fired.clear()
@@ -80,26 +91,40 @@ class Bucket:
         if self._before is None:
             return [i for i, one in enumerate(gradients) if one is not None]
         pairs = enumerate(zip(gradients, self._before, strict=True))
-        return [i for i, (one, had) in pairs if one is not None and (one is not had[0] or one._version != had[1])]
+        return [
+            i
+            for i, (one, had) in pairs
+            if one is not None and (one is not had[0] or one._version != had[1])
+        ]
 
     @property
     def surely_full(self) -> bool:
-        """Every gradient has arrived. Only where there was none before: a changed one may change again."""
-        return self._before is None and None.__class__ not in set(map(type, map(_gradient_of, self.parameters)))
+        """Every gradient has arrived. Only where there was none before: a changed one may change
+        again.
+        """
+        return self._before is None and None.__class__ not in set(
+            map(type, map(_gradient_of, self.parameters))
+        )
 
     def prepare(self) -> None:
-        """Before a backward: take memory, if that has not happened yet or if a caller still uses it."""
+        """Before a backward: take memory, if that has not happened yet or if a caller still uses
+        it.
+        """
 
     def vacate(self) -> None:
         """Leave that memory."""
 
     def take(self, position: int) -> None:
-        """Take one gradient in at once instead of with the others (large ones: while they are in the cache)."""
+        """Take one gradient in at once instead of with the others (large ones: while they are in
+        the cache).
+        """
 
     def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
-        """Bring all gradients in. A position that is not used, or a rank that contributes nothing, gives zeros.
+        """Bring all gradients in. A position that is not used, or a rank that contributes nothing,
+        gives zeros.
 
-        Returns the positions that do have a gradient: autograd may reach a parameter and bring it nothing.
+        Returns the positions that do have a gradient: autograd may reach a parameter and bring it
+        nothing.
         """
         raise NotImplementedError
 
@@ -136,21 +161,29 @@ class DenseBucket(Bucket):
         super().__init__(index, members, parameters)
         first = parameters[0]
         self.dtype = dtype or first.dtype
-        self._converts = dtype is not None  # gradients have another dtype than the bucket: they never lie in it
+        self._converts = (
+            dtype is not None
+        )  # gradients have another dtype than the bucket: they never lie in it
         self.device = first.device
         self.lengths = [parameter.numel() for parameter in parameters]
         self.offsets = [0, *itertools.accumulate(self.lengths)][:-1]
         self.numel = sum(self.lengths)
-        self.nbytes = self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
+        self.nbytes = (
+            self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
+        )
         self._allocate = allocate
         # By address only where every gradient lies in memory as its place does.
-        self._fill = fill if not self._converts and all(one.is_contiguous() for one in parameters) else None
+        self._fill = (
+            fill if not self._converts and all(one.is_contiguous() for one in parameters) else None
+        )
         self._lengths_bytes = array("Q", [length * self.dtype.itemsize for length in self.lengths])
         self._flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
         self._references = 0
         self._placed = False  # every `.grad` lies in the bucket already
-        self._kept: dict[int, torch.Tensor] = {}  # gradients of parameters this backward did not touch
+        self._kept: dict[
+            int, torch.Tensor
+        ] = {}  # gradients of parameters this backward did not touch
 
     @property
     def flat(self) -> torch.Tensor:
@@ -161,7 +194,8 @@ class DenseBucket(Bucket):
 
     def prepare(self) -> None:
         if self._flat is None or _storage_references(self._flat) > self._references:
-            # The second case: a caller holds a slice of last step's gradients. Leave it that memory, take other.
+            # The second case: a caller holds a slice of last step's gradients. Leave it that
+            # memory, take other.
             memory = self._allocate(self.nbytes, self.device)
             if memory is not None:
                 self._lay_out(memory)
@@ -171,7 +205,10 @@ class DenseBucket(Bucket):
 
     def _lay_out(self, memory: torch.Tensor) -> None:
         self._flat = torch.empty(0, dtype=self.dtype, device=self.device).set_(
-            memory.untyped_storage(), memory.storage_offset() // self.dtype.itemsize, (self.numel,), (1,)
+            memory.untyped_storage(),
+            memory.storage_offset() // self.dtype.itemsize,
+            (self.numel,),
+            (1,),
         )
         self.views = [self._view(position) for position in range(self.size)]
 
@@ -203,7 +240,9 @@ class DenseBucket(Bucket):
             self._vacant(position)
 
     def _vacant(self, position: int) -> torch.Tensor:
-        """The place of a gradient that is about to be overwritten. If a caller kept last step's, it gets a copy."""
+        """The place of a gradient that is about to be overwritten. If a caller kept last step's, it
+        gets a copy.
+        """
         if getrefcount(self.views[position]) > _OWN_REFERENCES:
             kept = self.views[position]
             copy = kept.clone()
@@ -228,7 +267,9 @@ class DenseBucket(Bucket):
         return used
 
     def place_quickly(self) -> bool:
-        """The usual case in one call: every gradient is there, plain, and moves in for good. False changes nothing."""
+        """The usual case in one call: every gradient is there, plain, and moves in for good. False
+        changes nothing.
+        """
         views = self.views
         if self._fill is None or not views:
             return False
@@ -252,7 +293,9 @@ class DenseBucket(Bucket):
         return True
 
     def _place_all(self) -> bool:
-        """The usual case in one pass: every gradient is there and moves in for good. False if one is special."""
+        """The usual case in one pass: every gradient is there and moves in for good. False if one
+        is special.
+        """
         if self._converts:
             return False
         targets, sources, homeless = [], [], []
@@ -260,7 +303,11 @@ class DenseBucket(Bucket):
             gradient = parameter.grad
             if gradient is view:
                 continue
-            if gradient is None or gradient.requires_grad or getrefcount(view) > _REFERENCES_IN_LOOP:
+            if (
+                gradient is None
+                or gradient.requires_grad
+                or getrefcount(view) > _REFERENCES_IN_LOOP
+            ):
                 return False
             targets.append(view)
             sources.append(gradient)
@@ -293,7 +340,9 @@ class DenseBucket(Bucket):
         torch._foreach_copy_(targets, sources)
 
     def _keep(self, positions: Iterable[int]) -> None:
-        """Remember gradients that live in the bucket and belong to parameters this backward did not touch."""
+        """Remember gradients that live in the bucket and belong to parameters this backward did not
+        touch.
+        """
         for position in positions:
             if self.parameters[position].grad is self.views[position]:
                 self._kept[position] = self.views[position].clone()
@@ -327,7 +376,9 @@ class DenseBucket(Bucket):
             if everything or position in used_anywhere:
                 if gradient is view:
                     continue
-                if gradient is not None and gradient.requires_grad:  # create_graph=True: the graph stays
+                if (
+                    gradient is not None and gradient.requires_grad
+                ):  # create_graph=True: the graph stays
                     gradient.detach().copy_(view)
                 elif self._converts:
                     parameter.grad = view.to(parameter.dtype)
@@ -338,22 +389,28 @@ class DenseBucket(Bucket):
         self._kept.clear()
 
     def _view(self, position: int) -> torch.Tensor:
-        """A tensor over one parameter's place in the bucket: no view in autograd's sense, so `detach_()` works."""
+        """A tensor over one parameter's place in the bucket: no view in autograd's sense, so
+        `detach_()` works.
+        """
         assert self._flat is not None
         parameter = self.parameters[position]
         strides = _strides_of(parameter)
         view = torch.empty(0, dtype=self.dtype, device=self.device)
-        return view.set_(self._flat.untyped_storage(), self._offset(position), parameter.shape, strides)
+        return view.set_(
+            self._flat.untyped_storage(), self._offset(position), parameter.shape, strides
+        )
 
     def _offset(self, position: int) -> int:
         assert self._flat is not None
         return int(self._flat.storage_offset()) + self.offsets[position]
 
 
-class LoneBucket(DenseBucket):
+class InPlaceBucket(DenseBucket):
     """One large gradient, averaged where autograd put it."""
 
-    def __init__(self, index: int, member: int, parameter: torch.Tensor, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, index: int, member: int, parameter: torch.Tensor, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__(index, [member], [parameter], _no_memory, dtype)
         self._strides, self._is_contiguous = _strides_of(parameter), parameter.is_contiguous()
         self._data: torch.Tensor | None = None
@@ -378,7 +435,9 @@ class LoneBucket(DenseBucket):
         return used
 
     def _own_memory(self) -> torch.Tensor:
-        return torch.empty_strided(self.parameters[0].shape, self._strides, dtype=self.dtype, device=self.device)
+        return torch.empty_strided(
+            self.parameters[0].shape, self._strides, dtype=self.dtype, device=self.device
+        )
 
     def _own_copy(self, gradient: torch.Tensor) -> torch.Tensor:
         own = self._own_memory()
@@ -392,7 +451,8 @@ class LoneBucket(DenseBucket):
             and not gradient.requires_grad
             and gradient.dtype is self.dtype
             and (
-                gradient.stride() == self._strides or (gradient.is_contiguous() and self.parameters[0].is_contiguous())
+                gradient.stride() == self._strides
+                or (gradient.is_contiguous() and self.parameters[0].is_contiguous())
             )
             and _storage_references(gradient) <= _OWN_STORAGE_REFERENCES
         )
@@ -412,7 +472,9 @@ class LoneBucket(DenseBucket):
 class SparseBucket(Bucket):
     """The gradient of one embedding with `sparse=True`."""
 
-    def __init__(self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, index: int, members: Sequence[int], parameters: Sequence[torch.Tensor]
+    ) -> None:
         super().__init__(index, members, parameters)
         self.value: torch.Tensor | None = None
 
@@ -422,7 +484,9 @@ class SparseBucket(Bucket):
         if gradient is None or not contribute:
             gradient = torch.sparse_coo_tensor(
                 torch.empty(1, 0, dtype=torch.int64, device=parameter.device),
-                torch.empty(0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device),
+                torch.empty(
+                    0, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device
+                ),
                 parameter.shape,
                 check_invariants=False,
             )

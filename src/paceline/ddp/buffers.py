@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from paceline.ddp.collectives import broadcast_from
+from paceline.ddp.group_calls import broadcast_from
 
 __all__ = ["BufferHook", "broadcast", "sync_buffers"]
 
@@ -28,7 +28,9 @@ class BufferHook:
 
 
 def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], source: int) -> None:
-    """Copy tensors from one rank of the group to all: as bytes, so that one message serves every dtype."""
+    """Copy tensors from one rank of the group to all: as bytes, so that one message serves every
+    dtype.
+    """
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         if tensor.numel():
@@ -62,10 +64,15 @@ def _broadcast_piece(
             broadcast_from(source, group, tensors[0].view(-1).view(torch.uint8))
             return
         if group.rank() == source:
-            flat = torch.cat([_flatten_dense_tensors(section).view(torch.uint8) for section in sections])
+            flat = torch.cat(
+                [_flatten_dense_tensors(section).view(torch.uint8) for section in sections]
+            )
             broadcast_from(source, group, flat)
             return
-        sizes = [sum(tensor.numel() * tensor.element_size() for tensor in section) for section in sections]
+        sizes = [
+            sum(tensor.numel() * tensor.element_size() for tensor in section)
+            for section in sections
+        ]
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         broadcast_from(source, group, flat)
         for section, part in zip(sections, flat.split(sizes), strict=True):
@@ -74,15 +81,21 @@ def _broadcast_piece(
 
 
 def _sections(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Tensors of one dtype together, the widest first: then each section begins where its dtype may lie."""
+    """Tensors of one dtype together, the widest first: then each section begins where its dtype may
+    lie.
+    """
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for tensor in tensors:
         by_dtype.setdefault(tensor.dtype, []).append(tensor)
     return sorted(by_dtype.values(), key=lambda section: -section[0].element_size())
 
 
-def sync_buffers(group: dist.ProcessGroup, buffers: Mapping[str, torch.Tensor], source: int) -> None:
-    """Broadcast buffers in place. Their version counters stay: a graph that saved them remains valid."""
+def sync_buffers(
+    group: dist.ProcessGroup, buffers: Mapping[str, torch.Tensor], source: int
+) -> None:
+    """Broadcast buffers in place. Their version counters stay: a graph that saved them remains
+    valid.
+    """
     tensors = list(buffers.values())
     with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
         broadcast(group, tensors, source)

@@ -1,4 +1,6 @@
-"""Communication hooks: a caller's own way of averaging, with the bucket object torch's hooks are written for."""
+"""Communication hooks: a caller's own way of averaging, with the bucket object torch's hooks are
+written for.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
-from paceline.ddp.collectives import all_reduce
+from paceline.ddp.group_calls import all_reduce
 from paceline.errors import ConfigError
 
 __all__ = ["CommHook", "Hook", "HookBucket", "builtin_hook", "check_hook"]
@@ -20,7 +22,9 @@ Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
 class HookBucket:
-    """What a hook sees of a bucket: the methods of `torch.distributed.GradBucket`, which Python cannot create."""
+    """What a hook sees of a bucket: the methods of `torch.distributed.GradBucket`, which Python
+    cannot create.
+    """
 
     def __init__(self, bucket: Bucket, is_last: bool) -> None:
         self._bucket = bucket
@@ -53,7 +57,9 @@ class HookBucket:
             return [self._buffer]
         bucket = self._bucket
         places = zip(bucket.offsets, bucket.lengths, bucket.parameters, strict=True)
-        return [self._buffer[start : start + length].view(one.shape) for start, length, one in places]
+        return [
+            self._buffer[start : start + length].view(one.shape) for start, length, one in places
+        ]
 
 
 class CommHook:
@@ -97,9 +103,15 @@ def check_hook(hook: Any) -> None:
         raise ConfigError(f"a communication hook takes (state, bucket), this one {signature}")
     if bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
-    expected = (inspect.Signature.empty, torch.futures.Future[torch.Tensor], "torch.futures.Future[torch.Tensor]")
+    expected = (
+        inspect.Signature.empty,
+        torch.futures.Future[torch.Tensor],
+        "torch.futures.Future[torch.Tensor]",
+    )
     if signature.return_annotation not in expected:
-        raise ValueError("Communication hook: return annotation should be torch.futures.Future[torch.Tensor].")
+        raise ValueError(
+            "Communication hook: return annotation should be torch.futures.Future[torch.Tensor]."
+        )
 
 
 def builtin_hook(kind: BuiltinCommHookType, group: dist.ProcessGroup) -> Hook:

@@ -1,4 +1,6 @@
-"""Are the replicas one model? Checked before training by description, during training by digest of the weights."""
+"""Are the replicas one model? Checked before training by description, during training by digest of
+the weights.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import torch
 from paceline.ddp.transport import Transport
 from paceline.errors import MismatchError
 
-__all__ = ["DriftWatch", "check_same_model", "describe", "differences", "digest"]
+__all__ = ["DriftCheck", "check_same_model", "describe", "differences", "digest"]
 
 _SHOWN = 10
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -38,19 +40,23 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def check_same_model(transport: Transport, description: Mapping[str, str]) -> None:
-    """Compare descriptions over all ranks. One small exchange when they agree; every rank raises when they do not."""
+    """Compare descriptions over all ranks. One small exchange when they agree; every rank raises
+    when they do not.
+    """
     text = json.dumps(list(description.items()))
     fingerprint = hashlib.sha256(text.encode()).digest()
     row = torch.frombuffer(bytearray(fingerprint), dtype=torch.int32).clone()
-    table = transport.table_of(row)
+    table = transport.all_gather_small(row)
     if bool((table == row).all()):
         return
-    everybody = [dict(json.loads(one)) for one in transport.texts(text)]
-    orders = [[name for name, _ in json.loads(one)] for one in transport.texts(text)]
+    everybody = [dict(json.loads(one)) for one in transport.all_gather_text(text)]
+    orders = [[name for name, _ in json.loads(one)] for one in transport.all_gather_text(text)]
     found = differences(everybody, orders)
     lines = "\n".join(f"  {line}" for line in found[:_SHOWN])
     more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    values = {rank: "\n".join(f"{k}: {v}" for k, v in one.items()) for rank, one in enumerate(everybody)}
+    values = {
+        rank: "\n".join(f"{k}: {v}" for k, v in one.items()) for rank, one in enumerate(everybody)
+    }
     raise MismatchError(
         f"the model is not the same on all ranks (this is rank {transport.rank}):\n{lines}{more}\n"
         "Build the same model, in the same order and dtype, on every rank, and wrap it with the same arguments.",
@@ -58,14 +64,20 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
     )
 
 
-def differences(everybody: Sequence[Mapping[str, str]], orders: Sequence[Sequence[str]]) -> list[str]:
-    """One line per name that ranks disagree about; if the names agree, where their order first differs."""
+def differences(
+    everybody: Sequence[Mapping[str, str]], orders: Sequence[Sequence[str]]
+) -> list[str]:
+    """One line per name that ranks disagree about; if the names agree, where their order first
+    differs.
+    """
     names = dict.fromkeys(name for order in orders for name in order)
     lines = []
     for name in names:
         found = [one.get(name, "missing") for one in everybody]
         if len(set(found)) > 1:
-            lines.append(f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found)))
+            lines.append(
+                f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
+            )
     if lines:
         return lines
     for position, at in enumerate(zip(*orders, strict=True)):
@@ -75,10 +87,14 @@ def differences(everybody: Sequence[Mapping[str, str]], orders: Sequence[Sequenc
     return ["the descriptions differ in a way that could not be told apart"]
 
 
-class DriftWatch:
-    """Every so many steps: have the replicas still the same weights? Names the first parameter that differs."""
+class DriftCheck:
+    """Every so many steps: have the replicas still the same weights? Names the first parameter that
+    differs.
+    """
 
-    def __init__(self, transport: Transport, named: Sequence[tuple[str, torch.Tensor]], every: int) -> None:
+    def __init__(
+        self, transport: Transport, named: Sequence[tuple[str, torch.Tensor]], every: int
+    ) -> None:
         self._transport, self._named, self.every = transport, named, every
         self._steps = 0
 
@@ -92,15 +108,23 @@ class DriftWatch:
         digests = digest(tensor for _, tensor in self._named)
         # A weighted sum, so that equal changes of two parameters in opposite directions are seen.
         weights = torch.arange(1, len(digests) + 1, dtype=torch.int64)
-        table = self._transport.table_of((digests * weights).sum().reshape(1))
+        table = self._transport.all_gather_small((digests * weights).sum().reshape(1))
         if bool((table == table[0]).all()):
             return
-        everybody = self._transport.table_of(digests)
+        everybody = self._transport.all_gather_small(digests)
         differing = (everybody != everybody[0]).any(dim=0).nonzero().flatten().tolist()
         names = [self._named[i][0] for i in differing]
-        values = {rank: str(everybody[rank, differing[0]].item()) for rank in range(self._transport.world)}
-        away = [rank for rank in range(1, len(everybody)) if bool((everybody[rank] != everybody[0]).any())]
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
+        values = {
+            rank: str(everybody[rank, differing[0]].item()) for rank in range(self._transport.world)
+        }
+        away = [
+            rank
+            for rank in range(1, len(everybody))
+            if bool((everybody[rank] != everybody[0]).any())
+        ]
+        shown = ", ".join(names[:_SHOWN]) + (
+            f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        )
         raise MismatchError(
             f"the replicas drifted apart: {shown} differ between rank 0 and rank {', '.join(map(str, away))} "
             f"(this is rank {self._transport.rank}, after {self._steps} steps). Something changed the weights of one "

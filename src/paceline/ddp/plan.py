@@ -1,8 +1,10 @@
-"""Which gradient goes into which bucket, and in which order buckets are sent. Pure: no tensors, no ranks.
+"""Which gradient goes into which bucket, and in which order buckets are sent. Pure: no tensors, no
+ranks.
 
-The rule is the one users of torch know: gradients of one dtype and device fill a bucket until it holds at least
-its limit; the first bucket is small, so that communication starts early. The same rule gives the same buckets as
-torch, hence the same order of additions on transports whose order depends on the layout.
+The rule is the one users of torch know: gradients of one dtype and device fill a bucket until it
+holds at least its limit; the first bucket is small, so that communication starts early. The same
+rule gives the same buckets as torch, hence the same order of additions on transports whose order
+depends on the layout.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ _SMALLEST_MEASURED, _LARGEST_MEASURED = MIB, 64 * MIB
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientSpec:
-    """What the plan needs to know of one parameter's gradient. Gradients with equal `kind` may share a bucket."""
+    """What the plan needs to know of one parameter's gradient. Gradients with equal `kind` may
+    share a bucket.
+    """
 
     nbytes: int
     kind: Hashable
@@ -54,13 +58,18 @@ class BucketPlan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class BucketLimits:
-    """How many bytes a bucket may hold before the next is begun: the first ones, then the last for all others."""
+    """How many bytes a bucket may hold before the next is begun: the first ones, then the last for
+    all others.
+    """
 
     bytes: tuple[int, ...]
-    given: bool = True  # by the caller; if not, measurement may choose others where the sums do not depend on it
+    # by the caller; if not, measurement may choose others where the sums do not depend on it
+    given: bool = True
 
     @classmethod
-    def create(cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None) -> BucketLimits:
+    def create(
+        cls, bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
+    ) -> BucketLimits:
         """From the constructor's arguments; a list wins over a single number, as in torch."""
         if bucket_cap_mb_list:
             return cls(tuple(int(mb * MIB) for mb in bucket_cap_mb_list))
@@ -70,13 +79,17 @@ class BucketLimits:
 
 
 def limit_for(seconds_per_bucket: float, bytes_per_second: float) -> int:
-    """A size, a power of two, at which what a bucket costs whatever its size is a twentieth of summing it."""
+    """A size, a power of two, at which what a bucket costs whatever its size is a twentieth of
+    summing it.
+    """
     worth = _COST_SHARE * seconds_per_bucket * bytes_per_second
     exponent = round(math.log2(max(worth, 1.0)))
     return min(max(1 << exponent, _SMALLEST_MEASURED), _LARGEST_MEASURED)
 
 
-def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order: Sequence[int]) -> BucketPlan:
+def plan_buckets(
+    gradients: Sequence[GradientSpec], limits: BucketLimits, order: Sequence[int]
+) -> BucketPlan:
     """Fill buckets with gradients in `order`."""
     closed: list[tuple[int, ...]] = []
     in_place: list[tuple[int, ...]] = []
@@ -102,14 +115,20 @@ def plan_buckets(gradients: Sequence[GradientSpec], limits: BucketLimits, order:
 
 
 def first_plan(gradients: Sequence[GradientSpec], limits: BucketLimits) -> BucketPlan:
-    """Before anything is known of the order gradients arrive in: parameters in reverse, bucket by bucket."""
+    """Before anything is known of the order gradients arrive in: parameters in reverse, bucket by
+    bucket.
+    """
     plan = plan_buckets(gradients, limits, range(len(gradients)))
     last = {members for members in plan.buckets if gradients[members[0]].in_place}
-    return BucketPlan(tuple(sorted(plan.buckets, key=lambda members: (members in last, -min(members)))))
+    return BucketPlan(
+        tuple(sorted(plan.buckets, key=lambda members: (members in last, -min(members))))
+    )
 
 
 def plan_order(arrived: Sequence[int], total: int) -> list[int]:
-    """The order of the next plan: gradients as they arrived (the last time counts), the silent ones at the end."""
+    """The order of the next plan: gradients as they arrived (the last time counts), the silent ones
+    at the end.
+    """
     seen = dict.fromkeys(reversed(arrived))
     order = list(reversed(seen))
     return order + [index for index in reversed(range(total)) if index not in seen]

@@ -1,12 +1,14 @@
-"""The step: hooks fill buckets during backward, full buckets are sent in plan order, the end of backward waits.
+"""The step: hooks fill buckets during backward, full buckets are sent in plan order, the end of
+backward waits.
 
     idle --(backward reaches an output of forward)--> muted     inside no_sync(): gradients only accumulate
                                               `-----> syncing   buckets: FILLING -> READY -> IN_FLIGHT -> DONE
     muted, syncing --(end of the outermost backward, or its failure)--> idle
 
-A hook on forward's outputs tells which forward a backward belongs to, before any parameter gets its gradient, and
-queues the end-of-backward callback in the outermost graph task: nested backwards (re-entrant checkpointing) run
-inside it. A parameter whose hook has not run by then is unused; nobody walks the graph to find it.
+A hook on forward's outputs tells which forward a backward belongs to, before any parameter gets its
+gradient, and queues the end-of-backward callback in the outermost graph task: nested backwards
+(re-entrant checkpointing) run inside it. A parameter whose hook has not run by then is unused;
+nobody walks the graph to find it.
 """
 
 from __future__ import annotations
@@ -29,21 +31,30 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from paceline.ddp.buckets import Bucket, DenseBucket, LoneBucket, SparseBucket, State
-from paceline.ddp.collectives import all_reduce
+from paceline.ddp.buckets import Bucket, DenseBucket, InPlaceBucket, SparseBucket, State
 from paceline.ddp.comm_hooks import CommHook
+from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.passing_error import when_raised_in
-from paceline.ddp.plan import UNLIMITED, BucketLimits, BucketPlan, GradientSpec, first_plan, plan_buckets, plan_order
-from paceline.ddp.samples import Contribution, SampleWindow, weight_of
+from paceline.ddp.plan import (
+    UNLIMITED,
+    BucketLimits,
+    BucketPlan,
+    GradientSpec,
+    first_plan,
+    plan_buckets,
+    plan_order,
+)
 from paceline.ddp.signals import Call, Signal, common_call
 from paceline.ddp.transport import Transport
+from paceline.ddp.weighting import Contribution, SampleWindow, weight_of
 from paceline.errors import PacelineError, StepError
-from paceline.observe.recorder import group_number, recorder
-from paceline.observe.status import Phase, Place, Word
+from paceline.telemetry.recorder import group_number, recorder
+from paceline.telemetry.status_page import Field, Phase, WaitLabel
 
-__all__ = ["ForwardPass", "Managed", "OwnGradients", "Reducer"]
+__all__ = ["ForwardPass", "ManagedParameter", "GradientSnapshot", "Reducer"]
 
-# From here on a gradient goes into its bucket at once: it is still in the cache, and its own memory is freed early.
+# From here on a gradient goes into its bucket at once: it is still in the cache, and its own memory
+# is freed early.
 _TAKE_AT_ONCE_BYTES = 256 * 1024
 
 
@@ -53,7 +64,7 @@ _reducers = itertools.count()  # made in the same order on every rank
 _NAMES_SHOWN = 4
 _PASSES_KEPT = 8
 _BACKWARD, _OTHER = int(Phase.BACKWARD), int(Phase.OTHER)
-_SYNCS = int(Word.SYNCS)
+_SYNCS = int(Field.SYNCS)
 
 
 class _Mode(enum.Enum):
@@ -63,7 +74,7 @@ class _Mode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Managed:
+class ManagedParameter:
     """One parameter the reducer looks after."""
 
     name: str
@@ -71,12 +82,15 @@ class Managed:
     sparse: bool = False
 
 
-class OwnGradients:
-    """A rank without data sees the others' averages in its `.grad`; afterwards it has its own gradients again."""
+class GradientSnapshot:
+    """A rank without data sees the others' averages in its `.grad`; afterwards it has its own
+    gradients again.
+    """
 
-    def __init__(self, managed: Sequence[Managed]) -> None:
+    def __init__(self, managed: Sequence[ManagedParameter]) -> None:
         self._kept = [
-            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone()) for one in managed
+            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone())
+            for one in managed
         ]
 
     def put_back(self) -> None:
@@ -97,7 +111,9 @@ class ForwardPass:
 
 
 class _EndOfBackward:
-    """Queued in the autograd engine. If backward raises, the engine drops it uncalled: that is how we learn of it."""
+    """Queued in the autograd engine. If backward raises, the engine drops it uncalled: that is how
+    we learn of it.
+    """
 
     __slots__ = ("_called", "_number", "_reducer")
 
@@ -119,11 +135,13 @@ class _EndOfBackward:
 
 
 class Reducer:
-    """Averages the gradients of one model over the ranks of one group, or only weighs them if there is one rank."""
+    """Averages the gradients of one model over the ranks of one group, or only weighs them if there
+    is one rank.
+    """
 
     def __init__(  # noqa: PLR0915 - the state of a step, one line each
         self,
-        managed: Sequence[Managed],
+        managed: Sequence[ManagedParameter],
         transport: Transport | None,
         *,
         limits: BucketLimits,
@@ -137,7 +155,9 @@ class Reducer:
         self.transport = transport
         self.label = label
         self.hook: CommHook | None = None
-        self.bucket_dtype: torch.dtype | None = None  # mixed precision: gradients come in another dtype
+        self.bucket_dtype: torch.dtype | None = (
+            None  # mixed precision: gradients come in another dtype
+        )
         self.before_scatter: list[Callable[[], None]] = []
         self.after_step: list[Callable[[], None]] = []
         self.optimizer_in_backward = False  # the hook has stepped and cleared the gradients already
@@ -146,7 +166,9 @@ class Reducer:
         self.failures = 0  # steps this rank has reported as failed
         self.defer_failure = False  # someone who has the traceback will report a failed backward
         self.steps = 0
-        self.last_sync_seconds = 0.0  # what the last backward spent on synchronising after its own work was done
+        self.last_sync_seconds = (
+            0.0  # what the last backward spent on synchronising after its own work was done
+        )
         self.replanned = False
         self.buckets: list[Bucket] = []
         self.unhooked: list[torch.Tensor] = []  # parameters that were frozen when the plan was made
@@ -171,7 +193,9 @@ class Reducer:
         self._used_since_exchange: set[int] = set()
         self._silent: set[int] = set()  # reached by backward, but without a gradient
         self._passes: list[weakref.ref[ForwardPass]] = []
-        self._lookouts: list[Any] = []  # hooks on parameters, for a backward that comes another way than by the outputs
+        self._lookouts: list[
+            Any
+        ] = []  # hooks on parameters, for a backward that comes another way than by the outputs
         self._hidden = False  # it does in this model
         self._traces = False  # there were such hooks
         self._awaiting = False  # a forward was made, and no backward has come to its outputs yet
@@ -187,7 +211,9 @@ class Reducer:
         self._trouble: str | None = None
         self._lock = threading.RLock()  # modules on several devices run hooks from several threads
         self.number = next(_reducers)
-        self.places: list[Place] = []  # what a rank that waits for a bucket says it waits for
+        self.wait_labels: list[
+            WaitLabel
+        ] = []  # what a rank that waits for a bucket says it waits for
         self._filling_since = 0
         self._launched: list[tuple[int, int]] = []  # (bucket, when)
         if transport is not None:
@@ -200,7 +226,9 @@ class Reducer:
     def _specs(self) -> list[GradientSpec]:
         in_place = self.transport.sums_in_place if self.transport is not None else _never
         return [
-            GradientSpec(one.parameter.nbytes, _kind(one.parameter), one.sparse, in_place(one.parameter))
+            GradientSpec(
+                one.parameter.nbytes, _kind(one.parameter), one.sparse, in_place(one.parameter)
+            )
             for one in self.managed
         ]
 
@@ -215,34 +243,49 @@ class Reducer:
             if self.managed[members[0]].sparse:
                 self.buckets.append(SparseBucket(index, members, parameters))
             elif self.transport.sums_in_place(parameters[0]):
-                self.buckets.append(LoneBucket(index, members[0], parameters[0], dtype))
+                self.buckets.append(InPlaceBucket(index, members[0], parameters[0], dtype))
             else:
                 allocate, fill = self.transport.allocate, self.transport.filler()
                 self.buckets.append(DenseBucket(index, members, parameters, allocate, dtype, fill))
         self.plan = plan
-        # The last bucket waits for the end of backward: with it goes this rank's last word on the step. And so do those
-        # for which ranks wait.
-        self._sent_early = len(self.buckets) - max(sum(isinstance(one, LoneBucket) for one in self.buckets), 1)
+        # The last bucket waits for the end of backward: with it goes this rank's last word on the
+        # step. And so do those for which ranks wait.
+        self._sent_early = len(self.buckets) - max(
+            sum(isinstance(one, InPlaceBucket) for one in self.buckets), 1
+        )
         self._name_buckets()
-        self.unhooked = [one for bucket in self.buckets for one in bucket.parameters if not one.requires_grad]
-        self._hooks_missing = True  # until a forward that may have a backward: wrapping for inference costs none
+        self.unhooked = [
+            one for bucket in self.buckets for one in bucket.parameters if not one.requires_grad
+        ]
+        self._hooks_missing = (
+            True  # until a forward that may have a backward: wrapping for inference costs none
+        )
 
     def _name_buckets(self) -> None:
         assert self.transport is not None
         names = [_listed([self.managed[i].name for i in bucket.members]) for bucket in self.buckets]
         number, members = group_number(f"{self.label} {self.number}"), self.transport.members
-        self.places = [Place("all_reduce", self.label, number, members, one).packed() for one in names]
-        self.transport.places = self.places
+        self.wait_labels = [
+            WaitLabel("all_reduce", self.label, number, members, one).packed() for one in names
+        ]
+        self.transport.wait_labels = self.wait_labels
         forward = f"{self.label}'s meeting before forward"
-        self._before_forward = Place(forward, "", group_number(forward), members).packed()
-        sizes = [sum(one.numel() * one.element_size() for one in bucket.parameters) for bucket in self.buckets]
+        self._before_forward = WaitLabel(forward, "", group_number(forward), members).packed()
+        sizes = [
+            sum(one.numel() * one.element_size() for one in bucket.parameters)
+            for bucket in self.buckets
+        ]
         recorder.buckets_planned(self.number, names, sizes)
 
     def _install_hooks(self) -> None:
-        """A hook on every parameter; later, where only the end of backward counts, on few (see _needs_hook)."""
+        """A hook on every parameter; later, where only the end of backward counts, on few (see
+        _needs_hook).
+        """
         self._hooks_missing = False
         for bucket in self.buckets:
-            for position, (index, parameter) in enumerate(zip(bucket.members, bucket.parameters, strict=True)):
+            for position, (index, parameter) in enumerate(
+                zip(bucket.members, bucket.parameters, strict=True)
+            ):
                 if not parameter.requires_grad:
                     continue  # frozen since: it counts as unused until the next plan
                 if self._sees_all or self._needs_hook(bucket, position):
@@ -250,15 +293,19 @@ class Reducer:
                     self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     def _needs_hook(self, bucket: Bucket, position: int) -> bool:
-        """The last gradient of a bucket to arrive, unless it is sent at the end anyway; and those taken at once."""
+        """The last gradient of a bucket to arrive, unless it is sent at the end anyway; and those
+        taken at once.
+        """
         is_last = position == bucket.size - 1 and bucket.index < self._sent_early
-        return is_last or (_is_large(bucket.parameters[position]) and not isinstance(bucket, LoneBucket))
+        return is_last or (
+            _is_large(bucket.parameters[position]) and not isinstance(bucket, InPlaceBucket)
+        )
 
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
     ) -> Callable[[torch.Tensor], None]:
-        # Runs once per parameter and backward: as few steps as possible, all names bound beforehand. The parameter
-        # keeps the hook, so the hook must not keep the reducer.
+        # Runs once per parameter and backward: as few steps as possible, all names bound
+        # beforehand. The parameter keeps the hook, so the hook must not keep the reducer.
         if not self._sees_all:
             return self._rare_hook(bucket.index, position, bucket.size, _is_large(parameter))
         fired, size, number = bucket.fired, bucket.size, bucket.index
@@ -281,7 +328,9 @@ class Reducer:
 
         return arrived_large if _is_large(parameter) else arrived
 
-    def _rare_hook(self, number: int, position: int, size: int, large: bool) -> Callable[[torch.Tensor], None]:
+    def _rare_hook(
+        self, number: int, position: int, size: int, large: bool
+    ) -> Callable[[torch.Tensor], None]:
         reducer = weakref.ref(self)
 
         def arrived(_: torch.Tensor) -> None:
@@ -301,7 +350,9 @@ class Reducer:
             bucket.take(position)
 
     def _run_allreduce_hook(self, bucket: Any) -> torch.futures.Future[Any]:
-        """Called by this name by torch's optimizer-in-backward and mixed-precision hooks: a plain sum."""
+        """Called by this name by torch's optimizer-in-backward and mixed-precision hooks: a plain
+        sum.
+        """
         assert self.transport is not None
         return all_reduce(self.transport.group, bucket.buffer()).get_future()
 
@@ -319,13 +370,15 @@ class Reducer:
         _remove_all(self._lookouts)
 
     def follow_plan(self) -> bool:
-        """Change to the plan made after the first step, before a forward; true the one time that happens."""
+        """Change to the plan made after the first step, before a forward; true the one time that
+        happens.
+        """
         if self._new_plan is None or self._mode is not _Mode.IDLE:
             return False
         plan, self._new_plan = self._new_plan, None
         for bucket in self.buckets:
             bucket.vacate()
-        self._sees_all = self.transport is None or not self.transport.works_at_end
+        self._sees_all = self.transport is None or not self.transport.reduces_at_end
         self._build(plan)
         self.replanned = True
         return True
@@ -341,7 +394,9 @@ class Reducer:
                 self._remove_traces()
             self._forget_arrivals()
         elif torch._C._current_graph_task_id() < 0 and self._completion is not None:
-            self._tell_failed_backward(self._completion, None)  # a backward failed unseen: peers may wait for it
+            self._tell_failed_backward(
+                self._completion, None
+            )  # a backward failed unseen: peers may wait for it
         one = ForwardPass(count, sync)
         reached = functools.partial(_reached, self._itself, one)
         hooked = False
@@ -353,21 +408,29 @@ class Reducer:
             self._look_out_for(one)
         self._awaiting = True
         if hooked:
-            if len(self._passes) >= _PASSES_KEPT:  # forwards without a backward: their outputs are gone
+            if (
+                len(self._passes) >= _PASSES_KEPT
+            ):  # forwards without a backward: their outputs are gone
                 self._passes = [ref for ref in self._passes if ref() is not None]
             self._passes.append(weakref.ref(one))
 
     def _look_out_for(self, one: ForwardPass) -> None:
-        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows a backward."""
+        """Outputs in an opaque object, a loss kept as an attribute: then the first gradient shows a
+        backward.
+        """
         self._traces = True
         _remove_all(self._lookouts)
         reached = functools.partial(_reached_hidden, self._itself, one)
         self._lookouts += [
-            each.parameter.register_hook(reached) for each in self.managed if each.parameter.requires_grad
+            each.parameter.register_hook(reached)
+            for each in self.managed
+            if each.parameter.requires_grad
         ]
 
     def _remove_traces(self) -> None:
-        """A hook that was removed leaves an empty table, for which autograd calls Python in every backward."""
+        """A hook that was removed leaves an empty table, for which autograd calls Python in every
+        backward.
+        """
         if self._lookouts or torch._C._current_graph_task_id() >= 0:
             return  # not while autograd may be in one of them
         self._traces = False
@@ -387,7 +450,9 @@ class Reducer:
             )
         self._hidden = True
         self.reached_output(one)
-        return self._scaled(gradient) if self._scaling else gradient  # the hooks of _scale_by come too late for this
+        return (
+            self._scaled(gradient) if self._scaling else gradient
+        )  # the hooks of _scale_by come too late for this
 
     def _forget_arrivals(self) -> None:
         self._arrived.clear()
@@ -398,7 +463,9 @@ class Reducer:
 
     def _outstanding(self) -> list[ForwardPass]:
         """Forwards whose backward has not come yet."""
-        passes = [one for one in (ref() for ref in self._passes) if one is not None and not one.spent]
+        passes = [
+            one for one in (ref() for ref in self._passes) if one is not None and not one.spent
+        ]
         self._passes = [weakref.ref(one) for one in passes]
         return passes
 
@@ -437,8 +504,9 @@ class Reducer:
         self._keeps_graph = torch.is_grad_enabled()
         one.spent = True
         others = self._outstanding()
-        # Nothing to overlap with one bucket; with several forwards outstanding, how many samples this backward
-        # covers is known at its end only; and the first step is the one that shows how gradients arrive.
+        # Nothing to overlap with one bucket; with several forwards outstanding, how many samples
+        # this backward covers is known at its end only; and the first step is the one that shows
+        # how gradients arrive.
         self._hold = self._hold_always or self.steps == 0 or len(self.buckets) == 1 or bool(others)
         self._count = one.count
         # Only the engine keeps the callback; we know it by its number.
@@ -464,7 +532,9 @@ class Reducer:
         return count / reference if reference else float(count != 0)
 
     def _scale_by(self, factor: float) -> None:
-        """Weigh this micro-batch against the first: its gradients are scaled before they are accumulated."""
+        """Weigh this micro-batch against the first: its gradients are scaled before they are
+        accumulated.
+        """
         if factor == 1.0 or not self._by_samples:
             return
 
@@ -483,7 +553,9 @@ class Reducer:
     by_samples_alone = True
 
     def bucket_full(self, number: int) -> None:
-        """As many gradients arrived as the bucket has: send it, and those after it that had to wait for it."""
+        """As many gradients arrived as the bucket has: send it, and those after it that had to wait
+        for it.
+        """
         if self._mode is not _Mode.SYNCING:
             return
         bucket = self.buckets[number]
@@ -508,7 +580,9 @@ class Reducer:
         return bucket.surely_full and not self._keeps_graph
 
     def _look_for_late_arrivals(self) -> None:
-        """Gradients that have changed since their bucket was sent, of parameters whose hook would have told."""
+        """Gradients that have changed since their bucket was sent, of parameters whose hook would
+        have told.
+        """
         for bucket in self.buckets[: self._next]:
             late = bucket.arrived()
             if late:
@@ -539,7 +613,7 @@ class Reducer:
         contribution = self.window.contribution()
         signal = Signal(Call.BACKWARD, contribution, failed=failed, unused=self._has_unused())
         self.transport.begin(signal, alone=len(self.buckets) == 1)
-        if self.transport.asks_first:
+        if self.transport.needs_signals_first:
             self._enter_wait(at_end=False)
             try:
                 self._check(self.transport.began())
@@ -548,17 +622,21 @@ class Reducer:
 
     def _enter_wait(self, *, at_end: bool) -> None:
         """This rank has come to a point of the step where it waits for the others."""
-        recorder.enter(self.places[0], 2 * self.steps + at_end, 0)
+        recorder.enter(self.wait_labels[0], 2 * self.steps + at_end, 0)
 
     def _close(self) -> None:
-        """With one bucket everything was known at its beginning; with several, this is the last word."""
+        """With one bucket everything was known at its beginning; with several, this is the last
+        word.
+        """
         assert self.transport is not None
         if len(self.buckets) > 1:
             failed = self._trouble is not None
             self.transport.close(Signal(Call.CLOSE, failed=failed, unused=self._has_unused()))
 
     def _has_unused(self) -> bool:
-        """Known once every bucket has been gathered: at the end of a step, which is where it is asked."""
+        """Known once every bucket has been gathered: at the end of a step, which is where it is
+        asked.
+        """
         return self._used_count < len(self.managed)
 
     def _used(self) -> set[int]:
@@ -617,7 +695,11 @@ class Reducer:
 
     def _name_non_finite(self, bucket: Bucket) -> None:
         names = [self.managed[index].name for index in bucket.members]
-        found = [name for name, one in zip(names, bucket.parameters, strict=True) if not _is_finite(one.grad)]
+        found = [
+            name
+            for name, one in zip(names, bucket.parameters, strict=True)
+            if not _is_finite(one.grad)
+        ]
         self._trouble = f"non-finite gradient of {', '.join(found[:10])}\n"
 
     def _launch(self, bucket: Bucket) -> None:
@@ -632,7 +714,9 @@ class Reducer:
     def _used_in(self, bucket: Bucket) -> set[int]:
         used = set(bucket.fired)
         if len(used) < bucket.size and self._used_since_exchange:
-            used.update(i for i, index in enumerate(bucket.members) if index in self._used_since_exchange)
+            used.update(
+                i for i, index in enumerate(bucket.members) if index in self._used_since_exchange
+            )
         return used
 
     # ------------------------------------------------------------------------------------------ end of backward
@@ -644,7 +728,9 @@ class Reducer:
         self._remove_scaling()
         try:
             if self.transport is not None and not self._anything_arrived():
-                return  # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was touched
+                # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was
+                # touched
+                return
             if self._mode is _Mode.MUTED:
                 self._count_samples()
                 for bucket in self.buckets:
@@ -666,7 +752,9 @@ class Reducer:
         """One rank: only micro-batches of different sizes change anything."""
         self._count_samples()
         contribution = self.window.contribution()
-        weight = weight_of(0, [contribution], by_samples=self.by_samples_alone, divide_by_world=False)
+        weight = weight_of(
+            0, [contribution], by_samples=self.by_samples_alone, divide_by_world=False
+        )
         if weight not in (0.0, 1.0):
             for one in self.managed:
                 if one.parameter.grad is not None:
@@ -683,7 +771,9 @@ class Reducer:
         self._finish()
 
     def _complete_at_once(self, bucket: Bucket) -> bool:
-        """The usual step of a small model: every gradient is there, one call does the rest. False: nothing is done."""
+        """The usual step of a small model: every gradient is there, one call does the rest. False:
+        nothing is done.
+        """
         assert self.transport is not None
         if self._trouble is not None or self._check_finite or not isinstance(bucket, DenseBucket):
             return False
@@ -698,7 +788,7 @@ class Reducer:
         self._note_launch(bucket)
         self._enter_wait(at_end=True)
         try:
-            alike = self.transport.exchange_at_once(_row_of(contribution), bucket)
+            alike = self.transport.reduce_single_bucket(_row_of(contribution), bucket)
             signals = () if alike else self._wait_for_all()
         finally:
             recorder.leave(then=_OTHER)
@@ -708,7 +798,9 @@ class Reducer:
         return True
 
     def _finish(self) -> None:
-        """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks without data."""
+        """Wait for all buckets, agree on what was used, give out the averages. Also run by ranks
+        without data.
+        """
         self._enter_wait(at_end=True)
         try:
             signals = self._wait_for_all()
@@ -725,7 +817,7 @@ class Reducer:
         for future in self.pending_futures:
             future.wait()
         self.pending_futures.clear()
-        if not self.transport.asks_first:
+        if not self.transport.needs_signals_first:
             self._check(self.transport.began())
         signals = self.transport.finish()
         self._check(signals)
@@ -737,7 +829,9 @@ class Reducer:
             action()
         for bucket in self.buckets:
             members = enumerate(bucket.members)
-            positions = range(bucket.size) if used is None else [i for i, index in members if index in used]
+            positions = (
+                range(bucket.size) if used is None else [i for i, index in members if index in used]
+            )
             if not self.optimizer_in_backward:
                 bucket.scatter(positions)
             bucket.state = State.DONE
@@ -755,7 +849,7 @@ class Reducer:
         assert self.transport is not None
         local = torch.zeros(len(self.managed), dtype=torch.int32)
         local[sorted(self._used())] = 1
-        table = self.transport.sum_of(local)
+        table = self.transport.all_reduce_small(local)
         self.globally_used = table
         used = set(table.nonzero().flatten().tolist())
         return None if len(used) == len(self.managed) else used
@@ -768,10 +862,12 @@ class Reducer:
         if not self._may_replan:
             return
         limit = 0 if self.limits.given else self.transport.measure_limit()
-        proposal = torch.tensor([limit, *plan_order(self._arrived, len(self.managed))], dtype=torch.int64)
+        proposal = torch.tensor(
+            [limit, *plan_order(self._arrived, len(self.managed))], dtype=torch.int64
+        )
         if self.transport.rank != 0:
             proposal.zero_()
-        limit, *order = self.transport.sum_of(proposal).tolist()
+        limit, *order = self.transport.all_reduce_small(proposal).tolist()
         if limit:
             self.limits = BucketLimits((limit,))
         self._new_plan = plan_buckets(self._specs(), self.limits, order)
@@ -799,11 +895,13 @@ class Reducer:
     # ------------------------------------------------------------------------------------------ without data
 
     def answer(self, answer_forward: Callable[[Sequence[Signal]], None]) -> list[Signal]:
-        """Take part in whatever the peers do next, bringing nothing. Returns their signals; all ANSWER: all done."""
+        """Take part in whatever the peers do next, bringing nothing. Returns their signals; all
+        ANSWER: all done.
+        """
         assert self.transport is not None
         self.follow_plan()
         self.transport.begin(Signal(Call.ANSWER))
-        self._enter_wait(at_end=not self.transport.asks_first)
+        self._enter_wait(at_end=not self.transport.needs_signals_first)
         try:
             signals = self.transport.began()
         finally:
@@ -861,26 +959,34 @@ class Reducer:
         )
 
     def _share_failure(self, signals: Sequence[Signal]) -> tuple[list[int], list[str]]:
-        """End the step on all ranks and exchange what went wrong: who failed, and every rank's text."""
+        """End the step on all ranks and exchange what went wrong: who failed, and every rank's
+        text.
+        """
         assert self.transport is not None
         at_beginning = any(signal.call is Call.BACKWARD for signal in signals)
-        if at_beginning and not self.transport.asks_first:
+        if at_beginning and not self.transport.needs_signals_first:
             # Peers did not wait for our signal and have buckets under way: bring them to their end.
             with torch.no_grad():
                 self._send_nothing()
             self.transport.finish()
-        texts = self.transport.texts(self._trouble or "")
+        texts = self.transport.all_gather_text(self._trouble or "")
         self.last_error = "\n".join(filter(None, texts))
         self.abandon_step()
         return [rank for rank, signal in enumerate(signals) if signal.failed], texts
 
     def fail(self, error: BaseException | None, where: str) -> None:
-        """This rank cannot finish its step: take part in what is left of it, bringing nothing, and say why."""
+        """This rank cannot finish its step: take part in what is left of it, bringing nothing, and
+        say why.
+        """
         if self.transport is None or isinstance(error, PacelineError):
             self.abandon_step()
             return
         callers = traceback.format_stack()[:-2]
-        ending = traceback.format_exception(error) if error is not None else [f"{where} raised an error\n"]
+        ending = (
+            traceback.format_exception(error)
+            if error is not None
+            else [f"{where} raised an error\n"]
+        )
         self._trouble = "".join(callers + ending)
         self.failures += 1
         if not self._begun:
@@ -896,7 +1002,9 @@ class Reducer:
         self._share_failure(signals)
 
     def backward_failed(self, completion: int, caller: FrameType | None) -> None:
-        """Backward raised: the engine dropped our callback. `caller` is where the error will arrive."""
+        """Backward raised: the engine dropped our callback. `caller` is where the error will
+        arrive.
+        """
         if completion != self._completion:
             return
         self._remove_scaling()
@@ -911,7 +1019,9 @@ class Reducer:
 
     def _tell_failed_backward(self, completion: int, error: BaseException | None) -> None:
         if completion == self._completion and not isinstance(error, KeyboardInterrupt | SystemExit):
-            with contextlib.suppress(PacelineError):  # the peers are gone: what is raised is the error at hand
+            with contextlib.suppress(
+                PacelineError
+            ):  # the peers are gone: what is raised is the error at hand
                 self.fail(error, "backward")
 
     def meet(self, signal: Signal) -> list[Signal]:
@@ -941,7 +1051,16 @@ class Reducer:
         totals = [signal.contribution.total for signal in signals]
         if self.unequal_counts_seen or not self._by_samples or not any(totals):
             return
-        if len({total for total, signal in zip(totals, signals, strict=True) if signal.call is not Call.ANSWER}) > 1:
+        if (
+            len(
+                {
+                    total
+                    for total, signal in zip(totals, signals, strict=True)
+                    if signal.call is not Call.ANSWER
+                }
+            )
+            > 1
+        ):
             self.unequal_counts_seen = True
             for action in self.on_unequal_counts:
                 action(totals)
@@ -955,7 +1074,9 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:
-    return tensor is None or bool(torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all())
+    return tensor is None or bool(
+        torch.isfinite(tensor.coalesce().values() if tensor.is_sparse else tensor).all()
+    )
 
 
 def _remove_all(handles: list[Any]) -> None:
@@ -970,7 +1091,9 @@ def _reached(reducer: weakref.ref[Reducer], one: ForwardPass, _: torch.Tensor) -
         alive.reached_output(one)
 
 
-def _reached_hidden(reducer: weakref.ref[Reducer], one: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+def _reached_hidden(
+    reducer: weakref.ref[Reducer], one: ForwardPass, gradient: torch.Tensor
+) -> torch.Tensor:
     alive = reducer()
     return gradient if alive is None else alive.reached_hidden(one, gradient)
 
@@ -986,7 +1109,16 @@ def _never(_: torch.Tensor) -> bool:
 def _row_of(contribution: Contribution) -> list[float]:
     """The signal of a backward that went well, packed."""
     one = contribution
-    return [float(Call.BACKWARD), one.reference, one.total, float(one.micro_batches), 0.0, 0.0, 0.0, 0.0]
+    return [
+        float(Call.BACKWARD),
+        one.reference,
+        one.total,
+        float(one.micro_batches),
+        0.0,
+        0.0,
+        0.0,
+        0.0,
+    ]
 
 
 def _kind(parameter: torch.Tensor) -> tuple[torch.dtype, torch.device]:

@@ -1,4 +1,6 @@
-"""`replicate(model)`: data-parallel in place. The model keeps its class, its attributes and its state_dict keys."""
+"""`replicate(model)`: data-parallel in place. The model keeps its class, its attributes and its
+state_dict keys.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,15 @@ from typing import Any, TypeVar
 import torch
 from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 
-from paceline.ddp.module import DistributedDataParallel
+from paceline.ddp.distributed_data_parallel import DistributedDataParallel
 from paceline.errors import ConfigError
 
 __all__ = ["replica_of", "replicate"]
 
 _Model = TypeVar("_Model", bound=torch.nn.Module)
-_replicas: weakref.WeakKeyDictionary[torch.nn.Module, DistributedDataParallel] = weakref.WeakKeyDictionary()
+_replicas: weakref.WeakKeyDictionary[torch.nn.Module, DistributedDataParallel] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _Before:
@@ -63,7 +67,9 @@ def _drop_prefix(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def replicate(model: _Model, **options: Any) -> _Model:
-    """Average the model's gradients over ranks from now on. Options are those of DistributedDataParallel."""
+    """Average the model's gradients over ranks from now on. Options are those of
+    DistributedDataParallel.
+    """
     if model in _replicas:
         raise ConfigError(f"this {type(model).__name__} is replicated already")
     ddp = DistributedDataParallel(model, **options)
@@ -76,8 +82,12 @@ def replicate(model: _Model, **options: Any) -> _Model:
 
 
 def replica_of(model: torch.nn.Module) -> DistributedDataParallel:
-    """The DistributedDataParallel behind a replicated model: for no_sync(), count(), join(), no_more_data()."""
+    """The DistributedDataParallel behind a replicated model: for no_sync(), count(), join(),
+    no_more_data().
+    """
     try:
         return _replicas[model]
     except KeyError:
-        raise ConfigError(f"this {type(model).__name__} was not given to paceline.replicate()") from None
+        raise ConfigError(
+            f"this {type(model).__name__} was not given to paceline.replicate()"
+        ) from None

@@ -1,7 +1,9 @@
-"""The few numbers ranks tell each other beside their gradients: what they are about to do, and how it stands.
+"""The few numbers ranks tell each other beside their gradients: what they are about to do, and how
+it stands.
 
-Every exchange of a model begins with one `Signal` per rank. A rank without data (`Call.ANSWER`) follows whatever
-its peers are doing; two ranks with data that are doing different things are a mistake in the program, and said so.
+Every exchange of a model begins with one `Signal` per rank. A rank without data (`Call.ANSWER`)
+follows whatever its peers are doing; two ranks with data that are doing different things are a
+mistake in the program, and said so.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import enum
 from collections.abc import Sequence
 from typing import ClassVar
 
-from paceline.ddp.samples import NOTHING, Contribution
+from paceline.ddp.weighting import NOTHING, Contribution
 from paceline.errors import MismatchError
 
 __all__ = ["Call", "Signal", "common_call"]
@@ -45,7 +47,12 @@ class Signal:
     def pack(self) -> list[float]:
         """The signal as WIDTH numbers."""
         one = self.contribution
-        flags = [float(self.failed), float(self.unused), float(self.buffers), float(self.backward_follows)]
+        flags = [
+            float(self.failed),
+            float(self.unused),
+            float(self.buffers),
+            float(self.backward_follows),
+        ]
         return [float(self.call), one.reference, one.total, float(one.micro_batches), *flags]
 
     @classmethod
@@ -55,7 +62,9 @@ class Signal:
 
 
 def common_call(signals: Sequence[Signal], name: str) -> Call:
-    """What the ranks with data are doing; ANSWER if none has any. Raises if they do different things."""
+    """What the ranks with data are doing; ANSWER if none has any. Raises if they do different
+    things.
+    """
     calls = {signal.call for signal in signals if signal.call is not Call.ANSWER}
     if len(calls) > 1:
         values = {rank: str(signal.call) for rank, signal in enumerate(signals)}

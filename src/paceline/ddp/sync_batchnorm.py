@@ -11,9 +11,11 @@ __all__ = ["SyncBatchNorm"]
 
 
 class SyncBatchNorm(torch.nn.SyncBatchNorm):
-    """`torch.nn.SyncBatchNorm` that also works on CPU. Statistics are those of all samples of all ranks.
+    """`torch.nn.SyncBatchNorm` that also works on CPU. Statistics are those of all samples of all
+    ranks.
 
-    A rank weighs as much as it has samples, none if it has none. Only a training forward communicates.
+    A rank weighs as much as it has samples, none if it has none. Only a training forward
+    communicates.
     """
 
     # Set by DistributedDataParallel: its average weighs ranks by samples, so their losses do too.
@@ -60,7 +62,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
 
     @classmethod
-    def convert_sync_batchnorm(cls, module: torch.nn.Module, process_group: Any = None) -> torch.nn.Module:
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_group: Any = None
+    ) -> torch.nn.Module:
         """Replace every BatchNorm layer (torch's SyncBatchNorm too) below `module` by this class."""
         converted = module
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
@@ -124,7 +128,14 @@ class _GlobalNorm(torch.autograd.Function):
             centred = grad - _spread(mean_total, grad) - normed * _spread(mean_along, grad)
             factor = inverse if weight is None else inverse * weight
             grad_data = centred * _spread(factor, grad)
-        return grad_data, along if weight is not None else None, total if ctx.has_bias else None, None, None, None
+        return (
+            grad_data,
+            along if weight is not None else None,
+            total if ctx.has_bias else None,
+            None,
+            None,
+            None,
+        )
 
 
 def _global_statistics(data: torch.Tensor, group: Any) -> tuple[torch.Tensor, torch.Tensor, float]:

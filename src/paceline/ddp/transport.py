@@ -1,4 +1,5 @@
-"""How a filled bucket becomes the average over ranks. One interface; what is below it depends on the group.
+"""How a filled bucket becomes the average over ranks. One interface; what is below it depends on
+the group.
 
 begin(signal)    a backward has started: tell the peers how many samples this rank brings
 launch(bucket)   a bucket is full; called in plan order, never blocks for the peers' gradients
@@ -18,19 +19,21 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Work
 
+from paceline.backend import PacelineGroup
+from paceline.backend.store_failure_channel import failure_channel_of
 from paceline.ddp.buckets import Bucket, Fill
-from paceline.ddp.collectives import all_reduce
-from paceline.ddp.samples import weight_of
+from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.signals import Signal
+from paceline.ddp.weighting import weight_of
 from paceline.errors import PacelineError, PeerLost
-from paceline.groups import PacelineGroup
-from paceline.groups.store_voice import voice_of
-from paceline.observe.recorder import recorder
-from paceline.observe.status import Place
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.status_page import WaitLabel
 
 __all__ = ["GroupTransport", "Transport"]
 
-_SLICE = timedelta(seconds=0.5)  # after which a rank that waits looks whether a peer has said why it does not come
+_SLICE = timedelta(
+    seconds=0.5
+)  # after which a rank that waits looks whether a peer has said why it does not come
 _PATIENCE_S = 0.5  # the connection to a rank that fails may end before that rank has said why
 
 
@@ -44,7 +47,7 @@ class Transport(abc.ABC):
         self.by_samples = True
         self.divide_by_world = False  # torch's rule for ranks without data, see samples.weight_of
         self.members: tuple[int, ...] = _members(group)
-        self.places: list[Place] = []  # of the buckets, for the status page
+        self.wait_labels: list[WaitLabel] = []  # of the buckets, for the status page
         self.averaged_at: dict[int, int] = {}  # bucket -> when, in the last step
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
@@ -76,7 +79,9 @@ class Transport(abc.ABC):
     def finish(self) -> list[Signal]: ...
 
     def sums_in_place(self, parameter: torch.Tensor) -> bool:
-        """Whether this parameter's gradient is better not copied into a bucket with others, see `LoneBucket`."""
+        """Whether this parameter's gradient is better not copied into a bucket with others, see
+        `InPlaceBucket`.
+        """
         del parameter
         return False
 
@@ -91,38 +96,41 @@ class Transport(abc.ABC):
         """
         return 0
 
-    # Whether all work is done at the end of backward: then nobody needs to know when a gradient arrives.
-    works_at_end = False
+    # Whether all work is done at the end of backward: then nobody needs to know when a gradient
+    # arrives.
+    reduces_at_end = False
 
-    def exchange_at_once(self, row: Sequence[float], bucket: Bucket) -> bool:
+    def reduce_single_bucket(self, row: Sequence[float], bucket: Bucket) -> bool:
         """`begin`, `launch` and `finish` of the only bucket in one go, if the transport has one.
 
-        False: the signal, a packed one, and the bucket are under way; began() and finish() are still to be called.
+        False: the signal, a packed one, and the bucket are under way; began() and finish() are
+        still to be called.
         """
         self.begin(Signal.unpack(row), alone=True)
         self.launch(bucket)
         return False
 
-    # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent nothing.
-    asks_first = True
+    # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent
+    # nothing.
+    needs_signals_first = True
 
     @abc.abstractmethod
-    def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
+    def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a small tensor in host memory."""
 
-    def table_of(self, row: torch.Tensor) -> torch.Tensor:
+    def all_gather_small(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's row, one below the other."""
         table = torch.zeros(self.world, *row.shape, dtype=row.dtype)
         table[self.rank] = row
-        return self.sum_of(table)
+        return self.all_reduce_small(table)
 
-    def texts(self, text: str) -> list[str]:
+    def all_gather_text(self, text: str) -> list[str]:
         """Every rank's text."""
         data = text.encode()
-        longest = int(self.table_of(torch.tensor([len(data)])).max())
+        longest = int(self.all_gather_small(torch.tensor([len(data)])).max())
         row = torch.zeros(longest, dtype=torch.uint8)
         row[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
-        return [bytes(line.tolist()).rstrip(b"\0").decode() for line in self.table_of(row)]
+        return [bytes(line.tolist()).rstrip(b"\0").decode() for line in self.all_gather_small(row)]
 
     def weight(self) -> float:
         """This rank's factor in the average of the step that has begun."""
@@ -135,7 +143,9 @@ class Transport(abc.ABC):
 
 
 class GroupTransport(Transport):
-    """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the sum."""
+    """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before
+    the sum.
+    """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -146,8 +156,9 @@ class GroupTransport(Transport):
         self._weight: float | None = None
         self._closing: tuple[torch.Tensor, Any] | None = None
         self._in_flight: list[tuple[Any, Bucket]] = []
-        self._voice = voice_of(group)
-        # Our own group looks after its ranks itself; a wait for an accelerator's call is none of the host's.
+        self._failure_channel = failure_channel_of(group)
+        # Our own group looks after its ranks itself; a wait for an accelerator's call is none of
+        # the host's.
         self._looks_around = device.type == "cpu" and not isinstance(group, PacelineGroup)
 
     def begin(self, signal: Signal, *, alone: bool = False) -> None:
@@ -177,7 +188,7 @@ class GroupTransport(Transport):
         in_flight, self._in_flight = self._in_flight, []
         for work, bucket in in_flight:
             if bucket.index > 0:  # the wait began as the first bucket's
-                recorder.at_bucket(self.places[bucket.index], bucket.index)
+                recorder.at_bucket(self.wait_labels[bucket.index], bucket.index)
             self._wait(work)
             bucket.received()
             self.averaged_at[bucket.index] = time.monotonic_ns()
@@ -188,7 +199,7 @@ class GroupTransport(Transport):
         self._wait(closing_work)
         return _read(table)
 
-    def sum_of(self, numbers: torch.Tensor) -> torch.Tensor:
+    def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         moved = numbers.to(self._device)
         self._wait(all_reduce(self.group, moved))
         return moved.cpu()
@@ -204,12 +215,16 @@ class GroupTransport(Transport):
                 except RuntimeError:
                     if not sliced or work.is_completed():
                         raise
-                if self._voice is not None and (lost := self._voice.lost_peer()):
+                if self._failure_channel is not None and (
+                    lost := self._failure_channel.lost_peer()
+                ):
                     raise lost
         except RuntimeError as error:
-            if self._voice is None or (isinstance(error, PacelineError) and not _is_unexplained(error)):
+            if self._failure_channel is None or (
+                isinstance(error, PacelineError) and not _is_unexplained(error)
+            ):
                 raise
-            lost = self._voice.lost_peer(_PATIENCE_S)
+            lost = self._failure_channel.lost_peer(_PATIENCE_S)
             if lost is None and not isinstance(error, PacelineError) and _is_lost_connection(error):
                 lost = PeerLost(
                     f"a peer ended, or its connection was lost, while rank {self.rank} waited for it; it said nothing. "
@@ -235,7 +250,10 @@ def _is_unexplained(error: PacelineError) -> bool:
 def _is_lost_connection(error: RuntimeError) -> bool:
     """In Gloo's words; others have a type for it."""
     said = str(error)
-    return any(one in said for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe"))
+    return any(
+        one in said
+        for one in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )
 
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:

@@ -1,7 +1,8 @@
-"""What modules take and return: nested tuples, lists, dicts, named tuples and dataclasses, taken apart and put back.
+"""What modules take and return: nested tuples, lists, dicts, named tuples and dataclasses, taken
+apart and put back.
 
-`flatten` gives a spec and the leaves; the spec is hashable and made of types and names, so that two processes that
-know the same types can exchange it once and refer to it afterwards.
+`flatten` gives a spec and the leaves; the spec is hashable and made of types and names, so that two
+processes that know the same types can exchange it once and refer to it afterwards.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ class Whole:
 
 
 def flatten(thing: Any, leaf_types: tuple[type, ...] = ()) -> tuple[Spec, list[Any]]:
-    """Take a structure apart. Objects of `leaf_types` are not looked into; a `Whole` marks each leaf inside it."""
+    """Take a structure apart. Objects of `leaf_types` are not looked into; a `Whole` marks each
+    leaf inside it.
+    """
     if isinstance(thing, torch.Tensor):
         return LEAF, [thing]
     leaves: list[Any] = []
@@ -47,7 +50,11 @@ def unflatten(spec: Spec, leaves: Any) -> Any:
 
 def is_flat_call(spec: Spec) -> bool:
     """Whether it describes `(args, kwargs)` with nothing inside: each leaf is an argument."""
-    return spec[0] == "tuple" and spec[1][1] == ("dict", dict, (), ()) and all(arg == LEAF for arg in spec[1][0][1])
+    return (
+        spec[0] == "tuple"
+        and spec[1][1] == ("dict", dict, (), ())
+        and all(arg == LEAF for arg in spec[1][0][1])
+    )
 
 
 def without_marks(thing: Any) -> Any:
@@ -77,7 +84,9 @@ def _describe(thing: Any, leaves: list[Any], leaf_types: tuple[type, ...]) -> Sp
     if isinstance(thing, tuple) and hasattr(kind, "_fields"):
         return ("named", kind, inner(thing))
     if dataclasses.is_dataclass(thing) and not isinstance(thing, type | Whole):
-        names = tuple(field.name for field in dataclasses.fields(thing) if hasattr(thing, field.name))
+        names = tuple(
+            field.name for field in dataclasses.fields(thing) if hasattr(thing, field.name)
+        )
         how = "keywords" if isinstance(thing, dict) else "fields"
         return (how, kind, names, inner(getattr(thing, name) for name in names))
     if kind is collections.defaultdict:

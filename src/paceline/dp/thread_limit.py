@@ -6,11 +6,13 @@ import weakref
 
 import torch
 
-__all__ = ["QuietCores", "ThreadLimit"]
+__all__ = ["IntraOpThreadCap", "ThreadLimit"]
 
 
 class ThreadLimit:
-    """Sets torch's intra-op threads inside, and back to what they were outside. May be entered again inside."""
+    """Sets torch's intra-op threads inside, and back to what they were outside. May be entered
+    again inside.
+    """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
@@ -43,16 +45,17 @@ class ThreadLimit:
             self.__exit__()
 
 
-class QuietCores:
+class IntraOpThreadCap:
     """While workers exist, this process uses no more intra-op threads than one of them.
 
-    OpenMP threads spin for milliseconds after each parallel loop, an optimizer step's say, on a core that a worker
-    needs at just that moment. A program that wants more may set them again; forward and backward still keep to theirs.
+    OpenMP threads spin for milliseconds after each parallel loop, an optimizer step's say, on a
+    core that a worker needs at just that moment. A program that wants more may set them again;
+    forward and backward still keep to theirs.
     """
 
     def __init__(self, threads: int) -> None:
         self._threads = threads
-        self._finalizer: weakref.finalize[..., QuietCores] | None = None
+        self._finalizer: weakref.finalize[..., IntraOpThreadCap] | None = None
 
     def begin(self) -> None:
         """Lower the number of threads, once."""

@@ -14,17 +14,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline.dp import wire
-from paceline.dp.combine import TensorMeta
-from paceline.dp.crew import Link
-from paceline.dp.joints import Caught, Gradients
-from paceline.dp.mailbox import Form, Inbox, Message, Outbox, meta_of, source_of
-from paceline.dp.parameters import GradientPlaces, GradientRoom, SharedParameters, Slot
+from paceline.dp import serialization
+from paceline.dp.autograd_functions import Caught, Gradients
+from paceline.dp.channel import Form, Inbox, Message, Outbox, meta_of, source_of
+from paceline.dp.gather import TensorMeta
+from paceline.dp.global_batch_norm import MeetingPoint, WholeBatch
+from paceline.dp.module_snapshot import apply_updates
+from paceline.dp.shared_parameters import GradientPlaces, GradientRoom, SharedParameters, Slot
 from paceline.dp.structure import flatten, is_flat_call, unflatten
-from paceline.dp.watch import apply_updates
-from paceline.dp.whole_batch import MeetingPoint, WholeBatch
+from paceline.dp.worker_pool import Link
 
-__all__ = ["ALL_DENSE", "BACKWARD", "DENSE", "DONE", "FAILED", "FORWARD", "NOTHING", "STALE", "Modes", "serve"]
+__all__ = [
+    "ALL_DENSE",
+    "BACKWARD",
+    "DENSE",
+    "DONE",
+    "FAILED",
+    "FORWARD",
+    "NOTHING",
+    "STALE",
+    "Modes",
+    "serve",
+]
 
 # Orders.
 FORWARD = 1
@@ -78,24 +89,34 @@ class Modes:
             stack.enter_context(torch.inference_mode())
         if self.autocast:
             dtype = getattr(torch, self.autocast_dtype)
-            stack.enter_context(torch.autocast("cpu", dtype=dtype, cache_enabled=self.autocast_cache))
+            stack.enter_context(
+                torch.autocast("cpu", dtype=dtype, cache_enabled=self.autocast_cache)
+            )
         stack.enter_context(torch.set_grad_enabled(self.grad))
         return stack
 
 
 @dataclasses.dataclass
 class _Net:
-    """Catches the gradients of the parameters that require one. The module computes with stand-ins that lead here."""
+    """Catches the gradients of the parameters that require one. The module computes with stand-ins
+    that lead here.
+    """
 
     parameters: list[torch.Tensor]
     places: GradientPlaces
-    found: list[Gradients]  # one for each time a backward came here: once, unless the module's own backwards do
-    direct: list[torch.Tensor]  # parameters that code had itself, as LSTMs do: their gradients did not come here
+    found: list[
+        Gradients
+    ]  # one for each time a backward came here: once, unless the module's own backwards do
+    direct: list[
+        torch.Tensor
+    ]  # parameters that code had itself, as LSTMs do: their gradients did not come here
 
     @classmethod
     def spread(cls, slots: Sequence[Slot], room: GradientRoom) -> _Net:
         wanted = [index for index, slot in enumerate(slots) if slot.parameter.requires_grad]
-        net = cls([slots[index].parameter for index in wanted], GradientPlaces(room, wanted), [], [])
+        net = cls(
+            [slots[index].parameter for index in wanted], GradientPlaces(room, wanted), [], []
+        )
         root = torch.empty(0, requires_grad=True)
         stand_ins = iter(Caught.apply(net.found, net.parameters, root) if wanted else ())  # type: ignore[no-untyped-call]  # torch's
         for parameter in net.parameters:
@@ -141,7 +162,9 @@ class _Graph:
     inputs: Sequence[torch.Tensor]
 
 
-_run_backward = torch.autograd.Variable._execution_engine.run_backward  # what torch.autograd.backward ends in
+_run_backward = (
+    torch.autograd.Variable._execution_engine.run_backward
+)  # what torch.autograd.backward ends in
 _NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
@@ -175,7 +198,9 @@ def serve(
         inbox, outbox = Inbox(main_pid, link.to_worker), Outbox(link.to_main)
         worker = _Replica(module, parameters, room, buffers, outbox)
         if meeting is not None:
-            worker.whole_batch = WholeBatch(lambda vector: meeting.sum_in_worker(vector, replica, main_pidfd))
+            worker.whole_batch = WholeBatch(
+                lambda vector: meeting.sum_in_worker(vector, replica, main_pidfd)
+            )
         while link.go.wait(main_pidfd, link.spin_ns):
             seed = inbox.seed(link.go.seen)
             if seed is not None:
@@ -188,10 +213,13 @@ def serve(
                 meeting.give_up(replica)
 
     if threads == 1:
-        torch.set_num_threads(1)  # before anything else: the OpenMP threads of the parent do not exist here
+        torch.set_num_threads(
+            1
+        )  # before anything else: the OpenMP threads of the parent do not exist here
         loop()
     else:
-        # A thread that is new has no OpenMP team yet and starts one; the forked one believes in its parent's.
+        # A thread that is new has no OpenMP team yet and starts one; the forked one believes in its
+        # parent's.
         fresh = threading.Thread(target=loop, name="paceline-replica")
         fresh.start()
         fresh.join()
@@ -204,7 +232,7 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
         reply = worker.follow(inbox.read(), inbox)
         outbox.write((DONE,), reply.form, [*map(source_of, reply.tensors)], reply.objects)
         is_well = True
-    except wire.Unknown as unknown:
+    except serialization.Unknown as unknown:
         outbox.write((STALE, str(unknown), b""), outbox.form((), ()))
     except BaseException as error:
         text = traceback.format_exc()
@@ -219,11 +247,17 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
 
 
 def _pickled(error: BaseException) -> bytes:
-    """The exception as it survives the journey: itself, or its class, arguments and attributes, or nothing."""
-    for parts in (error, wire.Bare.of(error), wire.Bare(type(error), error.args, {})):
+    """The exception as it survives the journey: itself, or its class, arguments and attributes, or
+    nothing.
+    """
+    for parts in (
+        error,
+        serialization.Bare.of(error),
+        serialization.Bare(type(error), error.args, {}),
+    ):
         try:
-            data = wire.dumps([parts])
-            if type(wire.rebuilt(wire.loads(data)[0])) is type(error):
+            data = serialization.dumps([parts])
+            if type(serialization.rebuilt(serialization.loads(data)[0])) is type(error):
                 return data
         except Exception:
             continue
@@ -252,7 +286,10 @@ class _Replica:
         for parameter in parameters.tensors:
             parameter.grad = None
             # Hooks are for the sum over all replicas and run in the main process.
-            for hooks in (parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)):
+            for hooks in (
+                parameter._backward_hooks,
+                getattr(parameter, "_post_accumulate_grad_hooks", None),
+            ):
                 if hooks:
                     hooks.clear()
         self._net = _Net.spread(self._slots, room)
@@ -284,7 +321,11 @@ class _Replica:
             del leaves
         spec, leaves = flatten(outputs)
         found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] if len(found) < len(leaves) else ()
+        others = (
+            [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            if len(found) < len(leaves)
+            else ()
+        )
         out_metas = tuple(map(meta_of, found))
         if any(meta.requires_grad for meta in out_metas):
             inputs = [tensor for tensor in given if tensor.requires_grad]
@@ -299,12 +340,16 @@ class _Replica:
         self._usual = told if modes.are_usual() else ()
         return entered
 
-    def _take_over(self, updates: Any, thawed: Any, buffers: Sequence[int], values: Sequence[torch.Tensor]) -> None:
+    def _take_over(
+        self, updates: Any, thawed: Any, buffers: Sequence[int], values: Sequence[torch.Tensor]
+    ) -> None:
         apply_updates(self._parts, updates)
         for index, requires_grad in thawed:
             self._slots[index].parameter.requires_grad_(requires_grad)
         if thawed:
-            self._net = _Net.spread(self._slots, self._room)  # a new one: graphs keep that of their forward
+            self._net = _Net.spread(
+                self._slots, self._room
+            )  # a new one: graphs keep that of their forward
         with torch.no_grad():
             for index, value in zip(buffers, values, strict=True):
                 holder, name = self._buffers[index]
@@ -337,7 +382,9 @@ class _Replica:
                 tensor.grad = None
         return self._gradients(graph.net.places, found, inputs)
 
-    def _gradients(self, places: GradientPlaces, parameters: Gradients, inputs: Gradients) -> _Reply:
+    def _gradients(
+        self, places: GradientPlaces, parameters: Gradients, inputs: Gradients
+    ) -> _Reply:
         """Dense gradients of parameters into their places, the others into the message."""
         count = len(parameters)
         if not inputs and (addresses := places.like_these(parameters)) is not None:
@@ -368,7 +415,9 @@ class _Replica:
         return _Reply(self._outbox.form((tuple(kinds), count), metas), sent)
 
 
-def _interleaved(kinds: Sequence[bool], tensors: Sequence[torch.Tensor], objects: Sequence[Any]) -> list[Any]:
+def _interleaved(
+    kinds: Sequence[bool], tensors: Sequence[torch.Tensor], objects: Sequence[Any]
+) -> list[Any]:
     shares, others = iter(tensors), iter(objects)
     return [next(shares) if is_tensor else next(others) for is_tensor in kinds]
 
@@ -380,7 +429,9 @@ def _own(tensor: torch.Tensor, meta: TensorMeta) -> torch.Tensor:
 
 
 def _seed_replica(seed: int, replica: int) -> None:
-    """All generators that a module may draw from, so that replicas differ and a run can be repeated."""
+    """All generators that a module may draw from, so that replicas differ and a run can be
+    repeated.
+    """
     torch.default_generator.manual_seed(seed + replica)
     random.seed(seed + replica)
     numpy = sys.modules.get("numpy")

@@ -1,7 +1,8 @@
-"""Ranks tell each other something small through the group's store, within a time limit, and learn who did not come.
+"""Ranks tell each other something small through the group's store, within a time limit, and learn
+who did not come.
 
-Not for the hot path - a store is a TCP server - but it works before a group exists and when some ranks never call,
-which a collective does not survive.
+Not for the hot path - a store is a TCP server - but it works before a group exists and when some
+ranks never call, which a collective does not survive.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ def exchange(
 ) -> list[str] | None:
     """Every rank's `value`, in rank order. All ranks call it with the same `name`, used once.
 
-    Rank 0 collects and publishes, so that N ranks cost 2N messages. On the deadline raises `CollectiveTimeout` with
-    the text `complain(missing ranks)`; if the store is gone, `PeerLost`. Returns None when the key `unless` appears
-    before all have come.
+    Rank 0 collects and publishes, so that N ranks cost 2N messages. On the deadline raises
+    `CollectiveTimeout` with the text `complain(missing ranks)`; if the store is gone, `PeerLost`.
+    Returns None when the key `unless` appears before all have come.
     """
     if world_size == 1:
         return [value]
@@ -57,14 +58,18 @@ def exchange(
 class _Talk:
     """One exchange: what is said under which key, and who was missing."""
 
-    def __init__(self, store: Any, name: str, world_size: int, deadline: float, unless: str | None) -> None:
+    def __init__(
+        self, store: Any, name: str, world_size: int, deadline: float, unless: str | None
+    ) -> None:
         self.keys = [f"{name}/{rank}" for rank in range(world_size)]
         self.missing: list[int] = []
         self._store, self._deadline, self._unless = store, deadline, unless
         self._all, self._missing_key = f"{name}/all", f"{name}/missing"
 
     def collect(self) -> list[str] | None:
-        """Rank 0's part: wait for all, tell all - or tell who is missing, so that all give the same answer."""
+        """Rank 0's part: wait for all, tell all - or tell who is missing, so that all give the same
+        answer.
+        """
         if all(wait_for_key(self._store, key, self._deadline, self._unless) for key in self.keys):
             values = [self._store.get(key).decode() for key in self.keys]
             self._store.set(self._all, json.dumps(values))
@@ -72,7 +77,9 @@ class _Talk:
         if not self._called_off():
             self.missing = self._absent()
             self._store.set(self._missing_key, json.dumps(self.missing))
-            time.sleep(3 * _LONGEST_PAUSE_S)  # this process may serve the store, and the error may end it
+            time.sleep(
+                3 * _LONGEST_PAUSE_S
+            )  # this process may serve the store, and the error may end it
         return None
 
     def hear(self) -> list[str] | None:
@@ -95,9 +102,11 @@ class _Talk:
 
 
 def wait_for_key(store: Any, key: str, deadline: float, *unless: str | None) -> bool:
-    """Wait until the store has `key`; False when it has one of `unless`, or the deadline (time.monotonic) passed first.
+    """Wait until the store has `key`; False when it has one of `unless`, or the deadline
+    (time.monotonic) passed first.
 
-    Asks again and again instead of `store.wait`, which sees no Ctrl-C and logs a warning each time it runs out.
+    Asks again and again instead of `store.wait`, which sees no Ctrl-C and logs a warning each time
+    it runs out.
     """
     pause = _FIRST_PAUSE_S
     while not store.check([key]):

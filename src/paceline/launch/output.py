@@ -1,4 +1,6 @@
-"""Brings the ranks' output to the screen: whole lines, each with its rank, and a copy per rank in a directory."""
+"""Brings the ranks' output to the screen: whole lines, each with its rank, and a copy per rank in a
+directory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ _LONGEST_LINE = 1 << 20
 
 
 class Lines:
-    """Cuts a byte stream into lines. Progress bars redraw a line with carriage returns: only its last state counts."""
+    """Cuts a byte stream into lines. Progress bars redraw a line with carriage returns: only its
+    last state counts.
+    """
 
     def __init__(self) -> None:
         self._rest = b""
@@ -61,7 +65,9 @@ class Output:
         self._colour = colour
         self._lines = {(rank, stream): Lines() for rank in range(ranks) for stream in (1, 2)}
         self.tails = [collections.deque[str](maxlen=TAIL_LINES) for _ in range(ranks)]
-        self._logs = [_open_log(log_dir, first_rank + rank) for rank in range(ranks)] if log_dir else []
+        self._logs = (
+            [_open_log(log_dir, first_rank + rank) for rank in range(ranks)] if log_dir else []
+        )
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Bytes that local rank `rank` wrote."""
@@ -108,7 +114,9 @@ class Output:
 
 def _open_log(folder: pathlib.Path, rank: int) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    return os.open(folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+    return os.open(
+        folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
+    )
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -3,11 +3,12 @@
     SIGUSR1   save and go on
     SIGTERM   save and stop: the machine is wanted back (Slurm, Kubernetes, spot instances)
 
-How ranks agree without a collective per step. A signal only sets a flag here; a thread carries it to the group's store
-and watches there for flags of others, so the usual call costs one attribute. A rank that sees the flag in its k-th call
-waits in that call and posts k. When all ranks have posted, the save belongs to call max(k): ranks that are there return
-the request now, the others return "no" until they get there. No rank waits for one that is ahead of it, so this cannot
-deadlock as long as all ranks make the same calls in the same order - which is what one training loop does.
+How ranks agree without a collective per step. A signal only sets a flag here; a thread carries it
+to the group's store and watches there for flags of others, so the usual call costs one attribute. A
+rank that sees the flag in its k-th call waits in that call and posts k. When all ranks have posted,
+the save belongs to call max(k): ranks that are there return the request now, the others return "no"
+until they get there. No rank waits for one that is ahead of it, so this cannot deadlock as long as
+all ranks make the same calls in the same order - which is what one training loop does.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ _LEFT = "save/left"  # set by the first rank that stops listening
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """The answer of `save_requested()`: true if a save is due now; `stop` if the script should end after it."""
+    """The answer of `save_requested()`: true if a save is due now; `stop` if the script should end
+    after it.
+    """
 
     due: bool = False
     stop: bool = False
@@ -65,7 +68,9 @@ class _Listener:
         self._store = _group_store()
         self._thread: threading.Thread | None = None
         if self._store is not None:
-            self._thread = threading.Thread(target=self._watch, name="paceline-save-request", daemon=True)
+            self._thread = threading.Thread(
+                target=self._watch, name="paceline-save-request", daemon=True
+            )
             self._thread.start()
 
     def _on_signal(self, number: int, frame: object) -> None:
@@ -80,7 +85,9 @@ class _Listener:
     def _watch(self) -> None:
         store = self._store.clone() if hasattr(self._store, "clone") else self._store
         told = -1
-        with contextlib.suppress(Exception):  # the store ends with its server; a lost group is reported elsewhere
+        with contextlib.suppress(
+            Exception
+        ):  # the store ends with its server; a lost group is reported elsewhere
             while not self._done.wait(_POLL_S):
                 number = self.requests
                 if self.flag.is_set() and told != number:
@@ -94,7 +101,8 @@ class _Listener:
     def agree(self, rank: int, world: int) -> None:
         """All ranks are waiting in a call of theirs: the save is due at the latest of these.
 
-        If a rank has left for good - training ends just now - there is nothing left to save in the middle of.
+        If a rank has left for good - training ends just now - there is nothing left to save in the
+        middle of.
         """
         signals, mine = self._signals, f"{self.calls} {int(self._stop_wanted)}"
         answers: list[str] | None = [mine]
@@ -139,14 +147,16 @@ class _Process:
     """At most one listener per process: signal handlers are the process's."""
 
     listener: _Listener | None = None
-    mask: set[signal.Signals | int] | None = None  # while a fork is under way: the signal mask before it
+    mask: set[signal.Signals | int] | None = (
+        None  # while a fork is under way: the signal mask before it
+    )
 
 
 def save_requested() -> SaveRequest:
     """Whether all ranks should save now. Call it once per step, on every rank, in the main thread.
 
-    The first call starts listening for SIGTERM and SIGUSR1. The result is true on all ranks at the same step, once per
-    request; its `stop` says whether to end after saving:
+    The first call starts listening for SIGTERM and SIGUSR1. The result is true on all ranks at the
+    same step, once per request; its `stop` says whether to end after saving:
 
         if request := paceline.save_requested():
             paceline.save("last.pt", model=model, optimizer=optimizer, step=step)
@@ -168,7 +178,9 @@ def save_requested() -> SaveRequest:
 
 def _listen() -> _Listener:
     if threading.current_thread() is not threading.main_thread():
-        raise ConfigError("save_requested() listens for signals, which Python allows in the main thread only")
+        raise ConfigError(
+            "save_requested() listens for signals, which Python allows in the main thread only"
+        )
     _register_once()
     _Process.listener = _Listener()
     return _Process.listener
@@ -184,11 +196,15 @@ def stop_listening() -> None:
 @functools.cache
 def _register_once() -> None:
     atexit.register(stop_listening)
-    os.register_at_fork(before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget)
+    os.register_at_fork(
+        before=_hold_signals, after_in_parent=_release_signals, after_in_child=_forget
+    )
 
 
 def _hold_signals() -> None:
-    """Python drops signals that reach a child before it has set itself up: keep them waiting in the kernel."""
+    """Python drops signals that reach a child before it has set itself up: keep them waiting in the
+    kernel.
+    """
     if _Process.listener is not None:
         _Process.mask = signal.pthread_sigmask(signal.SIG_BLOCK, (STOP_SIGNAL, SAVE_SIGNAL))
 
@@ -200,7 +216,9 @@ def _release_signals() -> None:
 
 
 def _forget() -> None:
-    """In a forked child, such as a loader's worker: SIGTERM must end it, as whoever sends it expects."""
+    """In a forked child, such as a loader's worker: SIGTERM must end it, as whoever sends it
+    expects.
+    """
     if _Process.listener is not None:
         for number in (STOP_SIGNAL, SAVE_SIGNAL):
             signal.signal(number, signal.SIG_DFL)

@@ -1,4 +1,6 @@
-"""`paceline.spawn(fn, args, nprocs)`: run a function on ranks of this host and bring back what each returned."""
+"""`paceline.spawn(fn, args, nprocs)`: run a function on ranks of this host and bring back what each
+returned.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError, describe_exit
-from paceline.launch.job import PRELOAD, Function, Report
+from paceline.launch.messages import PRELOAD, Function, Report
 from paceline.launch.output import Output
-from paceline.launch.ranks import count_ranks, threads_for
-from paceline.launch.supervisor import Ending, Failure, Plan, Supervisor
-from paceline.observe.status import script_name
-from paceline.observe.variables import RUN_ID, SCRIPT, STALL_AFTER, stall_after_s
+from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
+from paceline.telemetry.status_page import script_name
+from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, stall_after_s
 
 __all__ = ["spawn"]
 
@@ -29,15 +31,17 @@ def spawn(
     preload: Sequence[str] = PRELOAD,
     quiet: bool = False,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank order.
+    """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank
+    order.
 
-    Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions and classes defined
-    in a cell travel by value. In `fn`, `paceline.init_process_group()` joins the ranks and `paceline.rank()` tells
-    which one it is. What ranks print appears here with the rank before it, unless `quiet`. `preload` names modules that
-    are imported once, before the ranks are forked.
+    Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions
+    and classes defined in a cell travel by value. In `fn`, `paceline.init_process_group()` joins
+    the ranks and `paceline.rank()` tells which one it is. What ranks print appears here with the
+    rank before it, unless `quiet`. `preload` names modules that are imported once, before the ranks
+    are forked.
 
-    The first error of a rank is raised here as it was raised there, with its traceback as a note; the other ranks are
-    stopped. A rank that died without one gives a `LaunchError`.
+    The first error of a rank is raised here as it was raised there, with its traceback as a note;
+    the other ranks are stopped. A rank that died without one gives a `LaunchError`.
     """
     import cloudpickle
 
@@ -82,12 +86,16 @@ def _value(report: Report | None) -> Any:
     return cloudpickle.loads(report.payload)
 
 
-def _raise_first(ending: Ending, output: Output) -> None:
+def _raise_first(ending: JobResult, output: Output) -> None:
     if ending.failures:
         first, *later = ending.failures
         error = _as_exception(first, ending, output)
         for other in later:
-            reason = other.report.summary if other.report and other.report.summary else describe_exit(other.exitcode)
+            reason = (
+                other.report.summary
+                if other.report and other.report.summary
+                else describe_exit(other.exitcode)
+            )
             error.add_note(f"later rank {other.rank} failed as well: {reason}")
         raise error
     if ending.unable is not None:
@@ -101,7 +109,7 @@ def _raise_first(ending: Ending, output: Output) -> None:
         )
 
 
-def _as_exception(failure: Failure, ending: Ending, output: Output) -> BaseException:
+def _as_exception(failure: Failure, ending: JobResult, output: Output) -> BaseException:
     import cloudpickle
 
     report = failure.report
@@ -113,7 +121,8 @@ def _as_exception(failure: Failure, ending: Ending, output: Output) -> BaseExcep
     what = report.text or report.summary if report is not None else describe_exit(failure.exitcode)
     pid = ending.pids.get(failure.rank)
     return LaunchError(
-        f"rank {failure.rank} (pid {pid}) failed first: {what}" + (f"\nits last output:\n{tail}" if tail else ""),
+        f"rank {failure.rank} (pid {pid}) failed first: {what}"
+        + (f"\nits last output:\n{tail}" if tail else ""),
         rank=failure.rank,
         exitcode=failure.exitcode,
         tail=tail,

@@ -1,8 +1,11 @@
-"""Runs one job from outside: starts the fork server, moves output, decides when to stop, says how it ended.
+"""Runs one job from outside: starts the fork server, moves output, decides when to stop, says how
+it ended.
 
-Imports no torch, so the process that owns the screen and the signals stays light and cannot crash with a rank.
+Imports no torch, so the process that owns the screen and the signals stays light and cannot crash
+with a rank.
 
-    RUNNING --a rank fails, a signal--> STOPPING (asked to end, deadline set) --deadline--> KILLED --> over
+    RUNNING --a rank fails, a signal--> STOPPING (asked to end, deadline set) --deadline--> KILLED
+    --> over
 """
 
 from __future__ import annotations
@@ -21,33 +24,33 @@ from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from paceline.launch.job import (
+from paceline.launch.child_processes import end_descendants
+from paceline.launch.messages import (
     Function,
     Job,
-    Meeting,
-    Placed,
+    JobPlaced,
     RankEnd,
     RankPipes,
+    RendezvousConfig,
     Report,
     Script,
     Signal,
     Started,
-    Unable,
+    StartFailure,
 )
 from paceline.launch.output import Output
-from paceline.launch.processes import end_descendants
-from paceline.observe.variables import WATCHED
+from paceline.telemetry.variables import WATCHED
 
 if TYPE_CHECKING:
-    from paceline.observe.status import StatusPage
-    from paceline.observe.verdict import RankView
-    from paceline.observe.watch import StallWatch
+    from paceline.diagnostics.diagnosis import RankView
+    from paceline.diagnostics.stall_watcher import StallWatch
+    from paceline.telemetry.status_page import StatusPage
 
-__all__ = ["Plan", "Failure", "Ending", "Supervisor"]
+__all__ = ["Plan", "Failure", "JobResult", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
-_ZYGOTE_END_S = 30.0
+_FORK_SERVER_END_S = 30.0
 _READ = 1 << 16
 
 
@@ -60,7 +63,7 @@ class Plan:
     threads: int
     launcher: str
     path: tuple[str, ...]
-    meeting: Meeting = dataclasses.field(default_factory=Meeting)
+    rendezvous: RendezvousConfig = dataclasses.field(default_factory=RendezvousConfig)
     start_method: str = "fork"
     preload: tuple[str, ...] = ()
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -80,12 +83,14 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank's failure made this one: then that is the first, whoever tells earlier."""
+        """Whether another rank's failure made this one: then that is the first, whoever tells
+        earlier.
+        """
         return self.report is not None and self.report.caused_by is not None
 
 
 @dataclasses.dataclass
-class Ending:
+class JobResult:
     """How the job ended."""
 
     reports: list[Report | None]
@@ -93,7 +98,7 @@ class Ending:
     clean: frozenset[int] = frozenset()  # ranks that ended with code 0
     first_rank: int = 0
     stopped_by: int | None = None  # the signal this launcher was sent
-    unable: Unable | None = None
+    unable: StartFailure | None = None
     pids: dict[int, int] = dataclasses.field(default_factory=dict)
     seconds: float = 0.0
 
@@ -111,7 +116,9 @@ class _Rank:
     def failure(self, stopped: bool) -> Failure | None:
         """How it failed by itself, if it did; a rank that ended because it was told to did not."""
         if self.report is not None and self.report.kind in {"error", "exit"}:
-            return Failure(self.index, self.report.when, self.end.exitcode if self.end else None, self.report)
+            return Failure(
+                self.index, self.report.when, self.end.exitcode if self.end else None, self.report
+            )
         if self.end is None or self.end.exitcode == 0:
             return None
         asked = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 130}
@@ -121,7 +128,9 @@ class _Rank:
 
 
 class Supervisor:
-    """One job. `run()` blocks until it is over; `ask_to_stop` may be called from a signal handler meanwhile."""
+    """One job. `run()` blocks until it is over; `ask_to_stop` may be called from a signal handler
+    meanwhile.
+    """
 
     def __init__(self, plan: Plan, output: Output) -> None:
         self._plan = plan
@@ -133,19 +142,21 @@ class Supervisor:
         self._stopping: frozenset[int] | None = None  # ranks that had not ended when the stop began
         self._deadline: float | None = None
         self._stopped_by: int | None = None
-        self._unable: Unable | None = None
+        self._unable: StartFailure | None = None
         self._control: Connection | None = None
-        self._zygote: subprocess.Popen[bytes] | None = None
-        self._placed = Placed(0, plan.ranks)
+        self._fork_server: subprocess.Popen[bytes] | None = None
+        self._placed = JobPlaced(0, plan.ranks)
         self._pages: dict[int, StatusPage] = {}  # as they were last seen
 
     def ask_to_stop(self, number: int) -> None:
-        """Pass a signal on to the ranks and see that they end. A second Ctrl-C does not wait any longer."""
+        """Pass a signal on to the ranks and see that they end. A second Ctrl-C does not wait any
+        longer.
+        """
         self._requests.append(number)
         with contextlib.suppress(BlockingIOError):
             os.write(self._wake_write, b"\0")
 
-    def run(self) -> Ending:
+    def run(self) -> JobResult:
         began = time.monotonic()
         watch: StallWatch | None = None
         try:
@@ -161,7 +172,8 @@ class Supervisor:
         return ending
 
     def _start_watch(self) -> StallWatch:
-        from paceline.observe.watch import StallWatch  # now that the fork server loads torch, there is time for it
+        # now that the fork server loads torch, there is time for it
+        from paceline.diagnostics.stall_watcher import StallWatch
 
         watch = StallWatch(self._look, self._tell_stall, self._plan.stall_after_s)
         watch.start()
@@ -169,11 +181,13 @@ class Supervisor:
 
     def _look(self) -> list[RankView]:
         """What the stall watch sees; runs in its thread."""
-        from paceline.observe.watch import look_at_processes
+        from paceline.diagnostics.stall_watcher import look_at_processes
 
         first = self._placed.first_rank
         pids = {first + rank.index: rank.pid for rank in self._ranks if rank.pid is not None}
-        ended = {first + rank.index: rank.end.exitcode for rank in self._ranks if rank.end is not None}
+        ended = {
+            first + rank.index: rank.end.exitcode for rank in self._ranks if rank.end is not None
+        }
         return look_at_processes(pids, ended, self._pages) if self._stopping is None else []
 
     def _tell_stall(self, text: str) -> None:
@@ -184,12 +198,12 @@ class Supervisor:
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         reading, writing = self._make_pipes()
-        listen, meeting = _listen(self._plan)
+        listen, rendezvous = _listen(self._plan)
         job = Job(
             work=self._plan.work,
             ranks=self._plan.ranks,
             pipes=tuple(writing),
-            meeting=meeting,
+            rendezvous=rendezvous,
             threads=self._plan.threads,
             launcher=self._plan.launcher,
             launcher_pid=os.getpid(),
@@ -202,11 +216,11 @@ class Supervisor:
         if listen is not None:
             passed.append(listen.fileno())
         code = (
-            f"import sys; sys.path[:] = {list(self._plan.path)!r}; from paceline.launch.zygote import main; "
+            f"import sys; sys.path[:] = {list(self._plan.path)!r}; from paceline.launch.fork_server import main; "
             f"sys.exit(main({theirs.fileno()}))"
         )
         flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing uses it, too
-        self._zygote = subprocess.Popen([sys.executable, *flags, "-c", code], pass_fds=passed)
+        self._fork_server = subprocess.Popen([sys.executable, *flags, "-c", code], pass_fds=passed)
         theirs.close()
         if listen is not None:
             listen.close()
@@ -215,7 +229,8 @@ class Supervisor:
                 os.close(descriptor)
         self._control = Connection(ours.detach())
         self._watch(reading)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it is noticed as the end of the pipe
+        # it is noticed as the end of the pipe
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._control.send(job)
 
     def _make_pipes(self) -> tuple[list[RankPipes], list[RankPipes]]:
@@ -242,8 +257,12 @@ class Supervisor:
             self._step(self._until_deadline())
 
     def _step(self, timeout: float | None) -> bool:
-        """Handle what is ready. The control pipe goes first: it says which rank the output belongs to."""
-        ready = sorted(self._selector.select(timeout), key=lambda item: item[0].data[0] != "control")
+        """Handle what is ready. The control pipe goes first: it says which rank the output belongs
+        to.
+        """
+        ready = sorted(
+            self._selector.select(timeout), key=lambda item: item[0].data[0] != "control"
+        )
         for key, _ in ready:
             kind, rank = key.data
             if kind == "control":
@@ -276,14 +295,14 @@ class Supervisor:
                 for item in started:
                     assert isinstance(item, Started)
                     self._ranks[item.rank].pid = item.pid
-            case Placed():
+            case JobPlaced():
                 self._placed = message
                 self._output.first_rank = message.first_rank
             case RankEnd():
                 self._ranks[message.rank].end = message
                 if message.exitcode != 0:
                     self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
-            case Unable():
+            case StartFailure():
                 self._unable = self._unable or message
                 self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
 
@@ -305,9 +324,14 @@ class Supervisor:
         size = int.from_bytes(rank.frame[:8], "little")
         if rank.report is None and len(rank.frame) >= 8 + size:
             rank.report = pickle.loads(rank.frame[8 : 8 + size])
-            if rank.report is not None and rank.report.kind == "error" and rank.report.caused_by is None:
-                # It will end by itself; the others need not wait for that, nor for it to hang in its clean-up.
-                # One that only passes on another's error leaves that rank time to tell its own.
+            if (
+                rank.report is not None
+                and rank.report.kind == "error"
+                and rank.report.caused_by is None
+            ):
+                # It will end by itself; the others need not wait for that, nor for it to hang in
+                # its clean-up. One that only passes on another's error leaves that rank time to
+                # tell its own.
                 self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=rank.index)
 
     # -- stop ------------------------------------------------------------------------------------------------------
@@ -321,13 +345,19 @@ class Supervisor:
             self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
         elif number == signal.SIGINT:
             self._deadline = time.monotonic()
-        if self._ranks[0].pid is None and number != signal.SIGUSR1 and self._zygote is not None:
-            self._zygote.kill()  # still importing: there is no rank to be asked
+        if (
+            self._ranks[0].pid is None
+            and number != signal.SIGUSR1
+            and self._fork_server is not None
+        ):
+            self._fork_server.kill()  # still importing: there is no rank to be asked
 
     def _stop(self, number: int, grace_s: float, spare: int | None = None) -> None:
         if self._stopping is not None:
             return
-        self._stopping = frozenset(rank.index for rank in self._ranks if rank.end is None and rank.index != spare)
+        self._stopping = frozenset(
+            rank.index for rank in self._ranks if rank.end is None and rank.index != spare
+        )
         self._deadline = time.monotonic() + grace_s
         self._send(Signal(number), skip=spare)
 
@@ -341,10 +371,11 @@ class Supervisor:
     def _clean_up(self) -> None:
         """Also after an exception here: no process, no descriptor stays."""
         if self._control is not None:
-            self._control.close()  # the fork server takes it as the death of its launcher, and ends the ranks
+            # the fork server takes it as the death of its launcher, and ends the ranks
+            self._control.close()
             self._control = None
-        if self._zygote is not None:
-            self._wait_for_zygote(self._zygote)
+        if self._fork_server is not None:
+            self._wait_for_fork_server(self._fork_server)
         end = time.monotonic() + _DRAIN_S
         while self._open_pipes() and time.monotonic() < end and self._drain():
             pass
@@ -357,36 +388,57 @@ class Supervisor:
         os.close(self._wake_read)
         os.close(self._wake_write)
 
-    def _wait_for_zygote(self, zygote: subprocess.Popen[bytes]) -> None:
-        deadline = time.monotonic() + self._plan.meeting.timeout_s + _ZYGOTE_END_S
-        while zygote.poll() is None:
+    def _wait_for_fork_server(self, fork_server: subprocess.Popen[bytes]) -> None:
+        deadline = time.monotonic() + self._plan.rendezvous.timeout_s + _FORK_SERVER_END_S
+        while fork_server.poll() is None:
             self._drain()  # a rank that ends may still have much to say
             with contextlib.suppress(subprocess.TimeoutExpired):
-                zygote.wait(0.02)
+                fork_server.wait(0.02)
             if time.monotonic() > deadline:
-                zygote.kill()
-        if zygote.returncode != 0 and self._unable is None and any(rank.end is None for rank in self._ranks):
-            self._unable = Unable(
-                f"the fork server (pid {zygote.pid}) ended with code {zygote.returncode}", zygote.returncode
+                fork_server.kill()
+        if (
+            fork_server.returncode != 0
+            and self._unable is None
+            and any(rank.end is None for rank in self._ranks)
+        ):
+            self._unable = StartFailure(
+                f"the fork server (pid {fork_server.pid}) ended with code {fork_server.returncode}",
+                fork_server.returncode,
             )
         if self._plan.owns_process:
-            end_descendants(os.getpid(), wait_s=0.5, term_s=1.0)  # none, unless the fork server was killed
+            # none, unless the fork server was killed
+            end_descendants(os.getpid(), wait_s=0.5, term_s=1.0)
 
     def _drain(self) -> bool:
-        ready = [key for key, _ in self._selector.select(0.0) if key.data[0] not in {"control", "wake"}]
+        ready = [
+            key for key, _ in self._selector.select(0.0) if key.data[0] not in {"control", "wake"}
+        ]
         for key in ready:
             self._on_pipe(key.fd, *key.data)
         return bool(ready)
 
     def _open_pipes(self) -> list[int]:
-        return [key.fd for key in self._selector.get_map().values() if key.data[0] not in {"control", "wake"}]
+        return [
+            key.fd
+            for key in self._selector.get_map().values()
+            if key.data[0] not in {"control", "wake"}
+        ]
 
-    def _ending(self) -> Ending:
-        found = (rank.failure(self._stopping is not None and rank.index in self._stopping) for rank in self._ranks)
-        return Ending(
+    def _ending(self) -> JobResult:
+        found = (
+            rank.failure(self._stopping is not None and rank.index in self._stopping)
+            for rank in self._ranks
+        )
+        return JobResult(
             reports=[rank.report for rank in self._ranks],
-            failures=sorted((f for f in found if f is not None), key=lambda f: (f.is_consequence, f.when)),
-            clean=frozenset(rank.index for rank in self._ranks if rank.end is not None and rank.end.exitcode == 0),
+            failures=sorted(
+                (f for f in found if f is not None), key=lambda f: (f.is_consequence, f.when)
+            ),
+            clean=frozenset(
+                rank.index
+                for rank in self._ranks
+                if rank.end is not None and rank.end.exitcode == 0
+            ),
             first_rank=self._placed.first_rank,
             stopped_by=self._stopped_by,
             unable=self._unable,
@@ -394,9 +446,11 @@ class Supervisor:
         )
 
 
-def _listen(plan: Plan) -> tuple[socket.socket | None, Meeting]:
-    """A port the system chooses, open before any rank looks for it: nothing to collide with, nothing to wait for."""
-    if plan.meeting.nodes > 1:
-        return None, plan.meeting
+def _listen(plan: Plan) -> tuple[socket.socket | None, RendezvousConfig]:
+    """A port the system chooses, open before any rank looks for it: nothing to collide with,
+    nothing to wait for.
+    """
+    if plan.rendezvous.nodes > 1:
+        return None, plan.rendezvous
     listen = socket.create_server(("127.0.0.1", 0), backlog=plan.ranks + 64)
-    return listen, dataclasses.replace(plan.meeting, listen_fd=listen.fileno())
+    return listen, dataclasses.replace(plan.rendezvous, listen_fd=listen.fileno())

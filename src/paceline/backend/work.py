@@ -1,0 +1,201 @@
+"""What a call on a group returns: torch's `Work`, done already or still under way."""
+
+from __future__ import annotations
+
+import collections
+import queue
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+
+from paceline.backend.host_engine import Ticket
+from paceline.errors import CollectiveTimeout
+
+__all__ = ["Completer", "DoneWork", "PendingWork", "timeout_to_ns"]
+
+_REMEMBERED = 1024
+_SMALL = 4096  # elements
+
+
+def timeout_to_ns(timeout: timedelta | None) -> int:
+    """Nanoseconds, or -1 for torch's several ways to say "the group's own"."""
+    if timeout is None:
+        return -1
+    ns = (timeout.days * 86_400 + timeout.seconds) * 1_000_000_000 + timeout.microseconds * 1000
+    return ns if ns > 0 else -1
+
+
+class DoneWork(Work):
+    """A call that has ended well."""
+
+    def __init__(self, result: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._result = result
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def exception(self) -> None:
+        return None
+
+    def synchronize(self) -> None: ...
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+class PendingWork(Work):
+    """A call under way. `finish` runs once, when it has ended well (say, to copy a result back)."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        result: list[torch.Tensor],
+        completer: Completer,
+        finish: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._ticket = ticket
+        self._result = result
+        self._completer = completer
+        self._finish = finish
+        self._lock = threading.Lock()
+        self._settled = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[Any] | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._settle(timeout_to_ns(timeout)):
+            raise CollectiveTimeout(f"the call was not done within the {timeout} given to wait()")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self._settled or (self._ticket.done() and self._settle(-1))
+
+    def is_success(self) -> bool:
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error if self.is_completed() else None
+
+    def result(self) -> list[torch.Tensor]:
+        return self._result
+
+    def source_rank(self) -> int:
+        return self._ticket.source
+
+    def _source_rank(self) -> int:
+        return self._ticket.source
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            self._future = torch.futures.Future()
+        if self.is_completed() or self._completer.is_current_thread():
+            self.complete()
+        else:
+            self._completer.watch(self)
+        return self._future
+
+    def __del__(self) -> None:
+        # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without
+        # its Python half it would wait for ever. So the object lives on for a while; large tensors
+        # do not.
+        if sum(tensor.numel() for tensor in self._result) > _SMALL:
+            self._result = []
+        self._completer.remember(self)
+
+    def _settle(self, timeout_ns: int) -> bool:
+        """Wait for the end and note how it was; False if it did not come in time."""
+        if self._settled:
+            return True
+        error: BaseException | None = None
+        try:
+            if not self._ticket.wait(timeout_ns):
+                return False
+        except Exception as failure:
+            error = failure
+        with self._lock:
+            if not self._settled:
+                if error is None and self._finish is not None:
+                    self._finish()
+                self._error = error
+                self._settled = True
+        return True
+
+    def complete(self) -> None:
+        """Wait, then fulfil the future. Runs on the completer's thread."""
+        self._settle(-1)
+        self._resolve()
+
+    def _resolve(self) -> None:
+        assert self._future is not None
+        if self._error is None:
+            self._future.set_result(self._result)
+        else:
+            self._future.set_exception(self._error)
+
+
+class Completer:
+    """One thread per group that fulfils futures, in the order the calls were made. Started when
+    first needed.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._remembered: collections.deque[PendingWork] = collections.deque(maxlen=_REMEMBERED)
+
+    def remember(self, work: PendingWork) -> None:
+        """Keep a call alive that nobody in Python refers to any more."""
+        self._remembered.append(work)
+
+    def is_current_thread(self) -> bool:
+        """Whether the caller is a callback of a future: it must not wait for this thread to fulfil
+        another.
+        """
+        return threading.current_thread() is self._thread
+
+    def watch(self, work: PendingWork) -> None:
+        """Fulfil this work's future when it ends."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Finish what is queued and end the thread."""
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+        self._remembered.clear()
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.complete()

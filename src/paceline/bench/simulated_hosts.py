@@ -1,0 +1,111 @@
+"""Several hosts on one machine: network and IPC namespaces, joined by a bridge of their own.
+
+A simulated host is a process that holds a fresh network and a fresh IPC namespace; ranks enter
+them. Everything is gone when the holders end: nothing is named, nothing is configured outside.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+
+from paceline.errors import PacelineError
+
+__all__ = ["enter", "simulated_hosts", "why_not"]
+
+_INTERFACE = "eth0"
+_CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
+
+
+def why_not() -> str | None:
+    """Why hosts cannot be simulated here, or None."""
+    missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
+    if missing:
+        return f"needs {', '.join(missing)} (Debian: iproute2, util-linux)"
+    if (
+        subprocess.run(
+            ["unshare", "--net", "--ipc", "true"], capture_output=True, check=False
+        ).returncode
+        != 0
+    ):
+        return "may not create network namespaces here (needs root)"
+    return None
+
+
+@contextlib.contextmanager
+def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
+    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); yields the pid that
+    stands for each.
+    """
+    if reason := why_not():
+        raise PacelineError(f"cannot simulate hosts: {reason}")
+    with contextlib.ExitStack() as stack:
+        switch, *hosts = [stack.enter_context(_namespace()) for _ in range(count + 1)]
+        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+        _inside(switch, "ip", "link", "set", "bridge", "up")
+        for index, host in enumerate(hosts):
+            port = f"port{index}"
+            _inside(
+                switch,
+                *[
+                    "ip",
+                    "link",
+                    "add",
+                    port,
+                    "type",
+                    "veth",
+                    "peer",
+                    "name",
+                    _INTERFACE,
+                    "netns",
+                    str(host),
+                ],
+            )
+            _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
+            _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", _INTERFACE)
+            _inside(host, "ip", "link", "set", _INTERFACE, "up")
+            _inside(host, "ip", "link", "set", "lo", "up")
+            if link is not None:
+                shape = ["root", "tbf", "rate", link, "burst", "256k", "latency", "100ms"]
+                for place, device in ((host, _INTERFACE), (switch, port)):  # sending and receiving
+                    _inside(place, "tc", "qdisc", "add", "dev", device, *shape)
+        yield hosts
+
+
+def enter(host: int) -> None:
+    """Move this process to a simulated host."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name, kind in (("net", _CLONE_NEWNET), ("ipc", _CLONE_NEWIPC)):
+        descriptor = os.open(f"/proc/{host}/ns/{name}", os.O_RDONLY)
+        if libc.setns(descriptor, kind) != 0:
+            raise OSError(
+                ctypes.get_errno(), f"cannot enter the {name} namespace of process {host}"
+            )
+        os.close(descriptor)
+    os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
+
+
+@contextlib.contextmanager
+def _namespace() -> Iterator[int]:
+    """A process that does nothing but hold its namespaces, until its input is closed."""
+    holder = subprocess.Popen(
+        ["unshare", "--net", "--ipc", "sh", "-c", "echo ready; read _"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert holder.stdout is not None
+    try:
+        assert holder.stdout.readline() == b"ready\n"
+        yield holder.pid
+    finally:
+        holder.communicate()
+
+
+def _inside(pid: int, *command: str) -> None:
+    subprocess.run(
+        ["nsenter", "--target", str(pid), "--net", *command], check=True, capture_output=True
+    )

@@ -1,0 +1,337 @@
+"""Loads the native core and mirrors its C ABI, `csrc/include/paceline_core.h`."""
+
+from __future__ import annotations
+
+import ctypes as C
+import dataclasses
+import functools
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from paceline.errors import NativeError
+
+__all__ = [
+    "ABI_VERSION",
+    "ANY_SOURCE",
+    "CallRecord",
+    "Caller",
+    "Config",
+    "Failure",
+    "Kind",
+    "MAX_RANKS",
+    "Message",
+    "NativeStatus",
+    "Request",
+    "Status",
+    "ERROR_TEXT_BYTES",
+    "interpreter",
+    "library",
+    "native_status",
+    "library_holding_gil",
+]
+
+ABI_VERSION = 6
+ANY_SOURCE = -1
+ERROR_TEXT_BYTES = 16 * 1024
+MAX_RANKS = 1024
+_HERE = pathlib.Path(__file__).parent
+_LIBRARY = _HERE / "libpaceline_core.so"
+
+
+class Status:
+    """`plc_status`."""
+
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
+        range(11)
+    )
+
+
+class Kind:
+    """`plc_kind`, and the names torch.distributed gives the same calls."""
+
+    (
+        BARRIER,
+        ALLREDUCE,
+        REDUCE,
+        BROADCAST,
+        ALLGATHER,
+        GATHER,
+        SCATTER,
+        REDUCE_SCATTER,
+        ALLTOALL,
+        BUCKET,
+    ) = range(10)
+    NAMES = (
+        "barrier",
+        "all_reduce",
+        "reduce",
+        "broadcast",
+        "all_gather",
+        "gather",
+        "scatter",
+        "reduce_scatter",
+        "all_to_all",
+        "bucket",
+    )
+
+
+class CallRecord(C.Structure):
+    """`plc_call`: what one rank said about its call."""
+
+    _fields_ = [
+        ("sequence", C.c_uint64),
+        ("kind", C.c_uint32),
+        ("dtype", C.c_uint32),
+        ("op", C.c_uint32),
+        ("root", C.c_int32),
+        ("count", C.c_uint64),
+        ("label", C.c_uint64),
+    ]
+
+
+class Request(C.Structure):
+    """`plc_request`: one collective."""
+
+    _fields_ = [
+        ("kind", C.c_uint32),
+        ("dtype", C.c_uint32),
+        ("op", C.c_uint32),
+        ("root", C.c_int32),
+        ("label", C.c_uint64),
+        ("count", C.c_uint64),
+        ("input", C.c_void_p),
+        ("output", C.c_void_p),
+        ("inputs", C.POINTER(C.c_void_p)),
+        ("outputs", C.POINTER(C.c_void_p)),
+        ("in_counts", C.POINTER(C.c_uint64)),
+        ("out_counts", C.POINTER(C.c_uint64)),
+        ("factor", C.c_double),
+        ("timeout_ns", C.c_int64),
+        ("status", C.c_uint32),
+        ("finished", C.c_uint32),
+        ("next", C.c_void_p),
+    ]
+
+
+class Message(C.Structure):
+    """`plc_message`: one message between two ranks."""
+
+    _fields_ = [
+        ("peer", C.c_int32),
+        ("tag", C.c_int32),
+        ("buffer", C.c_void_p),
+        ("bytes", C.c_uint64),
+        ("timeout_ns", C.c_int64),
+        ("source", C.c_int32),
+        ("is_send", C.c_uint32),
+        ("found_bytes", C.c_uint64),
+        ("moved", C.c_uint64),
+        ("deadline_ns", C.c_int64),
+        ("status", C.c_uint32),
+        ("finished", C.c_uint32),
+        ("next", C.c_void_p),
+    ]
+
+
+class Config(C.Structure):
+    """`plc_config`."""
+
+    _fields_ = [
+        ("slot_bytes", C.c_uint64),
+        ("ring_bytes", C.c_uint64),
+        ("timeout_ns", C.c_int64),
+        ("spin_ns", C.c_int64),
+    ]
+
+
+class Caller(C.Structure):
+    """`plc_caller`."""
+
+    _fields_ = [
+        ("let_go", C.c_void_p),
+        ("take", C.c_void_p),
+        ("wants_to_stop", C.c_void_p),
+    ]
+
+
+class Failure(C.Structure):
+    """`plc_failure`."""
+
+    _fields_ = [
+        ("status", C.c_uint32),
+        ("rank", C.c_int32),
+        ("sequence", C.c_uint64),
+        ("missing_count", C.c_uint32),
+        ("missing", C.c_uint32 * MAX_RANKS),
+    ]
+
+
+@dataclasses.dataclass(frozen=True)
+class NativeStatus:
+    """Whether the native core can be used here, and if not, why and what to do."""
+
+    available: bool
+    reason: str = ""
+    instruction_set: str = ""
+    path: str = str(_LIBRARY)
+    build_command: str = ""
+
+
+_Library = TypeVar("_Library", C.CDLL, C.PyDLL)
+
+_U32, _U64, _I32, _I64, _PTR, _DOUBLE = (
+    C.c_uint32,
+    C.c_uint64,
+    C.c_int,
+    C.c_int64,
+    C.c_void_p,
+    C.c_double,
+)
+_POINTERS = C.POINTER(C.c_void_p)
+_NONCE = C.c_uint64 * 2
+
+# name -> (result, arguments), as in the header.
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "plc_abi_version": (_I32, []),
+    "plc_instruction_set": (C.c_char_p, []),
+    "plc_element_bytes": (_U64, [_U32]),
+    "plc_reduce_local": (_I32, [_PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
+    "plc_reduce_with": (_I32, [C.c_char_p, _PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
+    "plc_scale_local": (_I32, [_PTR, _U64, _U32, _U64]),
+    "plc_digest": (_U64, [_PTR, _U64, _U64]),
+    "plc_segment_bytes": (_U64, [_U32, C.POINTER(Config)]),
+    "plc_segment_format": (_I32, [_I32, _U32, C.POINTER(Config), _NONCE]),
+    "plc_comm_join": (
+        _I32,
+        [
+            _I32,
+            _PTR,
+            _U32,
+            _U32,
+            _NONCE,
+            C.POINTER(Config),
+            C.POINTER(C.c_int),
+            C.POINTER(C.c_void_p),
+        ],
+    ),
+    "plc_comm_settle": (_I32, [_PTR, _I32]),
+    "plc_comm_leave": (None, [_PTR]),
+    "plc_comm_free": (None, [_PTR]),
+    "plc_comm_abort": (_I32, [_PTR]),
+    "plc_comm_failure": (None, [_PTR, C.POINTER(Failure)]),
+    "plc_comm_calls": (None, [_PTR, C.POINTER(CallRecord)]),
+    "plc_comm_sequence": (_U64, [_PTR]),
+    "plc_comm_peer_pid": (_I32, [_PTR, _U32]),
+    "plc_comm_peer_left": (_I32, [_PTR, _U32]),
+    "plc_comm_say": (_I32, [_PTR, C.c_char_p, _U64, _I32]),
+    "plc_comm_words": (_U64, [_PTR, _U32, C.c_char_p, _U64]),
+    "plc_comm_called_by": (None, [_PTR, C.POINTER(Caller)]),
+    "plc_run": (_I32, [_PTR, C.POINTER(Request)]),
+    "plc_submit": (_I32, [_PTR, C.POINTER(Request)]),
+    "plc_request_wait": (_I32, [_PTR, C.POINTER(Request), _I64]),
+    "plc_allreduce": (_I32, [_PTR, _PTR, _U64, _U32, _U32, _I64]),
+    "plc_send": (_I32, [_PTR, C.POINTER(Message)]),
+    "plc_receive": (_I32, [_PTR, C.POINTER(Message)]),
+    "plc_message_wait": (_I32, [_PTR, C.POINTER(Message), _I64]),
+    "plc_arena_bytes": (_U64, [_U32, _U64, _U32]),
+    "plc_arena_open": (_I32, [_PTR, _I32, _PTR, _U64, _U32, C.POINTER(C.c_void_p)]),
+    "plc_arena_close": (None, [_PTR]),
+    "plc_arena_region": (_PTR, [_PTR, _U32]),
+    "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
+    "plc_bucket_define_own": (_I32, [_PTR, _U32, _U64, _U64, _U64, _U32, _U32]),
+    "plc_bucket_reduce_own": (_I32, [_PTR, _U32, _PTR, _I64]),
+    "plc_bucket_ready": (_I32, [_PTR, _U32]),
+    "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
+    "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
+    "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
+    "plc_flag_bytes": (_U64, []),
+    "plc_flag_raise": (None, [_PTR]),
+    "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
+    "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
+    "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
+    "plc_arena_weigh": (None, [_PTR, _I32, _I32]),
+    "plc_arena_fill": (_I32, [_PTR, _U64, _U32, _PTR, _PTR]),
+    "plc_arena_step": (_I32, [_PTR, _PTR, _U32, _U32, _I64, _PTR]),
+}
+
+
+def _load() -> C.CDLL:
+    """Open the library, check that it is the one this file describes, and declare its functions."""
+    if not _LIBRARY.exists():
+        raise NativeError(_why_missing())
+    try:
+        # use_errno: the core reports the operating system's refusals through errno.
+        core = C.CDLL(str(_LIBRARY), use_errno=True)
+    except OSError as error:
+        raise NativeError(
+            f"the native core cannot be loaded: {error}; reinstall paceline"
+        ) from error
+    version = core.plc_abi_version()
+    if version != ABI_VERSION:
+        raise NativeError(
+            f"the native core has ABI version {version}, this paceline needs {ABI_VERSION}: "
+            "reinstall the package so that both come from one version"
+        )
+    return _declare(core)
+
+
+def _declare(core: _Library) -> _Library:
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(core, name)
+        function.restype, function.argtypes = result, arguments
+    return core
+
+
+def _build_record() -> dict[str, str]:
+    try:
+        record: dict[str, str] = json.loads((_HERE / "native_build.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return record
+
+
+def _why_missing() -> str:
+    error = _build_record().get("error", "it was not built when paceline was installed")
+    return (
+        f"the native core is missing ({error}); install a C compiler (Debian: apt-get install gcc) "
+        "and reinstall paceline: pip install --force-reinstall --no-deps paceline"
+    )
+
+
+@functools.cache
+def library() -> C.CDLL:
+    """The loaded core; raises `NativeError` with the reason and the cure if it cannot be used."""
+    return _load()
+
+
+@functools.cache
+def library_holding_gil() -> C.PyDLL:
+    """The same core for calls made with the interpreter lock held, which saves a microsecond.
+
+    For calls that never block, and for those marked [lock] in the header: the core lets the lock go
+    before it waits, and what a signal handler raises meanwhile (KeyboardInterrupt) is raised by the
+    call.
+    """
+    library()
+    return _declare(C.PyDLL(str(_LIBRARY), use_errno=True))
+
+
+@functools.cache
+def interpreter() -> Caller:
+    """How the core lets go of Python's lock and asks for signals."""
+    names = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
+    return Caller(*(C.cast(getattr(C.pythonapi, name), C.c_void_p) for name in names))
+
+
+@functools.cache
+def native_status() -> NativeStatus:
+    """Whether the core can be used, without raising."""
+    command = _build_record().get("command", "")
+    try:
+        core = library()
+    except NativeError as error:
+        return NativeStatus(False, str(error), build_command=command)
+    instruction_set: Callable[[], bytes] = core.plc_instruction_set
+    return NativeStatus(True, "", instruction_set().decode(), build_command=command)

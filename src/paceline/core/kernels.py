@@ -1,0 +1,39 @@
+"""Many arrays in one native call: gradients of a model's parameters, each at an address of its own."""
+
+from __future__ import annotations
+
+from array import array
+
+from paceline.core import abi
+from paceline.core.abi import Status
+
+__all__ = ["add_pieces", "copy_pieces"]
+
+
+def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None:
+    """Copy to each address of `to` as many bytes from the address in `sources`. All are arrays of
+    type "Q".
+    """
+    abi.library().plc_copy_pieces(
+        len(to), *(each.buffer_info()[0] for each in (to, sources, nbytes))
+    )
+
+
+def add_pieces(
+    to: array[int], owners: int, others: array[int], counts: array[int], dtypes: array[int]
+) -> None:
+    """Add to the elements at each address of `to` those of other owners, in their order and rounded
+    once.
+
+    `others` has an address for each of `to`, first those of the first owner; `dtypes` are of type
+    "I".
+    """
+    status = abi.library().plc_add_pieces(
+        len(to),
+        to.buffer_info()[0],
+        owners,
+        others.buffer_info()[0],
+        counts.buffer_info()[0],
+        dtypes.buffer_info()[0],
+    )
+    assert status == Status.OK, f"some of the types {sorted(set(dtypes))} cannot be added"

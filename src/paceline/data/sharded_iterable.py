@@ -1,0 +1,221 @@
+"""ShardedIterable: global batches from a dataset that can only be iterated."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.utils.data._utils.worker as torch_worker
+from torch.utils.data import IterableDataset, get_worker_info
+
+from paceline.data.position import Progress
+from paceline.data.rng import check_seed, derive_keys
+from paceline.data.saved_state import check_state
+from paceline.data.seeding import RandomState, own_randomness, sample_seeds, seed_all
+from paceline.data.shares import check_batch_size, find_rank, share_of
+from paceline.errors import ConfigError
+
+__all__ = ["LocalBatch", "ShardedIterable"]
+
+
+class LocalBatch(list[Any]):
+    """This rank's samples of one global batch. If it has none, `stand_in` is a sample to show what
+    they look like.
+    """
+
+    stand_in: Any = None
+    seed: int = 0  # for collating
+
+
+class ShardedIterable(IterableDataset[LocalBatch]):
+    """Cuts a stream into global batches and yields this rank's share of each, for
+    `paceline.DataLoader`.
+
+    Global batch k is samples k * batch_size to (k + 1) * batch_size - 1 of the stream, at every
+    world size and number of workers; every sample is used once, all ranks make the same number of
+    steps, and a saved state continues at the precise batch on any world size.
+
+    Every rank and worker reads the whole stream (nothing else is possible with an arbitrary
+    iterable) but calls `transform` for its own samples only: let the source yield cheap records,
+    and decode and augment in `transform`.
+
+    Args:
+        source: yields records, the same ones in the same order wherever it is iterated. It need
+        not, and must not,
+            divide them among ranks; `get_worker_info()` is None for it. `source.set_epoch(epoch)`
+            is called if there is one, and `source.skip(n)`, giving a source without the first n
+            records, makes resuming fast.
+        batch_size: samples of all ranks together. transform: makes a sample from a record; random
+        numbers in it are seeded for each sample by its place in the
+            stream.
+        seed: of those numbers, and of any that the source draws. drop_last: leave out the last
+        global batch if it is not full. rank, world_size: both, or neither to take them from the
+        default group or the launcher's environment.
+    """
+
+    def __init__(
+        self,
+        source: Iterable[Any],
+        batch_size: int,
+        *,
+        transform: Callable[[Any], Any] | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        rank: int | None = None,
+        world_size: int | None = None,
+    ) -> None:
+        self.rank, self.world_size = find_rank(rank, world_size)
+        self.batch_size = check_batch_size(batch_size, self.world_size)
+        if isinstance(source, Iterator):
+            raise ConfigError(
+                f"{type(source).__name__} can be iterated once only: there would be no second epoch and no resuming. "
+                "Give an object whose __iter__ starts anew"
+            )
+        self.source, self.transform = source, transform
+        self.seed, self.drop_last = check_seed(seed), drop_last
+        self.progress = Progress()
+        # Epoch and first batch of the running pass. In shared memory, since workers can outlive a
+        # pass.
+        self._pass = torch.full((2,), -1, dtype=torch.int64)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the running pass, or of the next one if none is running."""
+        return self.progress.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be of this epoch. Not needed: epochs advance by themselves."""
+        self.progress.set_epoch(epoch)
+
+    def announce(self, epoch: int, first: int) -> None:
+        """Tell worker processes, running or to come, which pass they load for."""
+        self._pass.share_memory_()
+        self._pass.copy_(torch.tensor([epoch, first]))
+
+    def __iter__(self) -> Iterator[LocalBatch]:
+        if get_worker_info() is not None:
+            yield from self.announced_batches()
+            return
+        epoch, first = self.progress.begin()
+        for number, batch in enumerate(self.batches(epoch, first), start=first):
+            self.progress.consumed(epoch, number + 1)
+            yield batch
+        self.progress.finish(epoch)
+
+    def batches(
+        self, epoch: int, first: int = 0, offset: int = 0, step: int = 1
+    ) -> Iterator[LocalBatch]:
+        """This rank's shares of the global batches from `first` on, leaving the dataset's own
+        position alone.
+
+        With a `step`, only those of batches first + offset, first + offset + step, ...
+        """
+        position = first * self.batch_size
+        records = _Records(self.source, epoch, position, self.seed)
+        for number in itertools.count(first):
+            chunk = records.take(self.batch_size)
+            if not chunk or (self.drop_last and len(chunk) < self.batch_size):
+                return
+            if (number - first) % step == offset:
+                yield self._portion(chunk, epoch, position)
+            position += len(chunk)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where this dataset stands, for any world size."""
+        return self.state_at(self.progress.epoch, self.progress.batch)
+
+    def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
+        """The state of having consumed `batch` global batches of `epoch`."""
+        return {**self._identity(), "epoch": epoch, "batch": batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next pass continue after the last consumed global batch of `state`."""
+        self.progress.seek(*check_state(state, self._identity(), None))
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "version": 1,
+            "order": "stream",
+            "seed": self.seed,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+        }
+
+    def announced_batches(self) -> Iterator[LocalBatch]:
+        """The announced pass. Worker w of n makes batches w, w + n, ...: torch's loader asks the
+        workers in turn.
+        """
+        worker = get_worker_info()
+        epoch, first = self._pass.tolist()
+        if epoch < 0:
+            raise ConfigError(
+                "ShardedIterable in a worker of torch's own DataLoader: workers would not learn the epoch. "
+                "Use paceline.DataLoader, or num_workers=0"
+            )
+        offset, step = (0, 1) if worker is None else (worker.id, worker.num_workers)
+        return self.batches(epoch, first, offset, step)
+
+    def _portion(self, chunk: list[Any], epoch: int, position: int) -> LocalBatch:
+        share = share_of(len(chunk), self.rank, self.world_size)
+        chosen = slice(share.start, share.stop) if share.count else slice(0, 1)
+        places = range(position + chosen.start, position + chosen.stop)
+        seeds = sample_seeds(self.seed, epoch, places)
+        samples = self._transformed(chunk[chosen], seeds)
+        portion = LocalBatch(samples if share.count else [])
+        portion.seed = seeds[0]
+        portion.stand_in = None if share.count else samples[0]
+        return portion
+
+    def _transformed(self, records: list[Any], seeds: list[int]) -> list[Any]:
+        if self.transform is None:
+            return records
+        samples = []
+        with own_randomness():
+            for record, seed in zip(records, seeds, strict=True):
+                seed_all(seed)
+                samples.append(self.transform(record))
+        return samples
+
+
+class _Records:
+    """The stream, read as if there were one rank and no workers, with random numbers of its own.
+
+    Ranks would read different streams if the source's random numbers depended on who transforms
+    which sample.
+    """
+
+    def __init__(self, source: Any, epoch: int, skip: int, seed: int) -> None:
+        if hasattr(source, "set_epoch"):
+            source.set_epoch(epoch)
+        with own_randomness(), _no_worker_info():
+            seed_all(int(derive_keys("stream", seed, epoch, 1)[0]))
+            if skip and hasattr(source, "skip"):
+                self._iterator = iter(source.skip(skip))
+            else:
+                self._iterator = iter(source)
+                next(
+                    itertools.islice(self._iterator, skip, skip), None
+                )  # reads past them without keeping them
+            self._state = RandomState()
+
+    def take(self, count: int) -> list[Any]:
+        with own_randomness(), _no_worker_info():
+            self._state.restore()
+            records = list(itertools.islice(self._iterator, count))
+            self._state = RandomState()
+        return records
+
+
+@contextlib.contextmanager
+def _no_worker_info() -> Iterator[None]:
+    """Hide from the source that it runs in a worker: many would yield that worker's part only, and
+    samples get lost.
+    """
+    hidden, torch_worker._worker_info = torch_worker._worker_info, None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = hidden

@@ -1,0 +1,216 @@
+"""Ranks of one host: buckets lie in shared memory and are averaged where they lie, by whoever has
+time.
+
+A rank writes its signal into shared memory, counts itself in and goes on; nobody waits before the
+end of backward. The weights of the average are read from the signals by the rank that does the sum,
+when all have arrived.
+
+Large gradients are the exception: to copy one into shared memory costs as much as to sum it. They
+stay where they are, and at the end of backward the ranks sum them together, through a little shared
+memory that stays in the cache.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from paceline.backend import PacelineGroup
+from paceline.backend.host_engine import HostEngine, core_dtype
+from paceline.core import BucketArena
+from paceline.ddp.buckets import Bucket, DenseBucket, Fill, InPlaceBucket
+from paceline.ddp.plan import limit_for
+from paceline.ddp.reducer import ManagedParameter
+from paceline.ddp.signals import Call, Signal
+from paceline.ddp.transport import Transport
+from paceline.telemetry.recorder import recorder
+
+__all__ = ["ShmTransport"]
+
+_ALIGNMENT = 64
+_SIGNALS = 0  # the bucket that carries no data: all have written their signal
+_SUM, _AVERAGE = 0, 1
+_TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
+_IN_PLACE_FROM_BYTES = 2 * 1024 * 1024
+_IN_PLACE_UP_TO_RANKS = 16  # beyond, a rank's part of what travels at once becomes short
+_RING_BYTES = 1024 * 1024  # of every rank; what travels at once stays in a second-level cache
+
+
+class ShmTransport(Transport):
+    """Dense CPU gradients of a `paceline` group whose ranks are all on one host."""
+
+    needs_signals_first = False
+    reduces_at_end = True
+
+    def __init__(self, group: PacelineGroup, managed: Sequence[ManagedParameter]) -> None:
+        super().__init__(group)
+        assert isinstance(group.engine, HostEngine)
+        copied = [one.parameter for one in managed if not self.sums_in_place(one.parameter)]
+        self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
+        sizes = [one.numel() * max(one.element_size(), 4) for one in copied]
+        room = _ALIGNMENT + self._ring_bytes + sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
+        # Two plans: the first, and the one made from the order in which gradients arrive.
+        self._arena = BucketArena.open(
+            group.engine.comm, bytes_per_rank=room, buckets=1 + 2 * len(managed) + 2
+        )
+        self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
+        self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
+        self._defined = 1
+        self.forget()
+        self._began: list[Signal] | None = None
+        self._arrived = True
+        self._weighing: tuple[bool, bool] | None = None
+        self._own = Signal(Call.ANSWER)
+        self._own_row: list[float] = []
+        self._note = self._last = 0
+        self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
+        self._in_place: dict[
+            int, int
+        ] = {}  # bucket of the arena that is summed in its own memory -> address
+
+    @classmethod
+    def serves(cls, group: dist.ProcessGroup, managed: Sequence[ManagedParameter]) -> bool:
+        """Whether these gradients can be averaged this way in this group."""
+        return (
+            isinstance(group, PacelineGroup)
+            and isinstance(group.engine, HostEngine)
+            and all(one.parameter.is_cpu and not one.sparse for one in managed)
+        )
+
+    def forget(self) -> None:
+        self._next_byte = _ALIGNMENT + self._ring_bytes
+        self._numbers: dict[int, int] = {}  # bucket of the plan -> bucket of the arena
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        del device
+        start, end = self._next_byte, self._next_byte + nbytes
+        if end > self._arena.nbytes:
+            return None
+        self._next_byte = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=start)
+
+    def begin(self, signal: Signal, *, alone: bool = False) -> None:
+        self._began = None
+        self._weigh()
+        self._note = self._last = self._write(signal, weighs=True)
+        self._arrived = not alone
+        if self._arrived:
+            self._arena.ready(_SIGNALS)
+
+    def _weigh(self) -> None:
+        weighing = (self.by_samples, self.divide_by_world)
+        if weighing != self._weighing:
+            self._weighing = weighing
+            self._arena.weigh(by_samples=weighing[0], divide_by_ranks=weighing[1])
+
+    def reduce_single_bucket(self, row: Sequence[float], bucket: Bucket) -> bool:
+        self._weigh()
+        number = self._number_of(bucket)
+        self._note, done = self._arena.exchange(row, _SIGNALS, number)
+        self._last, self._arrived = self._note, True
+        if not done:
+            self._own_row = list(row)
+            self._own = Signal.unpack(row)
+            self._began = self._read(self._note)
+            self._in_flight.append((bucket.index, number))
+        return done
+
+    def filler(self) -> Fill:
+        return self._copy_in
+
+    def _copy_in(
+        self,
+        flat: torch.Tensor,
+        offset: int,
+        addresses: array[int],
+        lengths: array[int],
+        nbytes: int,
+    ) -> None:
+        start = flat.data_ptr() - self._start + offset * flat.element_size()
+        self._arena.fill(start, addresses, lengths, nbytes)
+
+    def began(self) -> list[Signal]:
+        if self._began is None:
+            if not self._arrived:
+                # Counted in after the only bucket: who has waited for this signal finds the bucket
+                # complete too.
+                self._arrived = True
+                self._arena.ready(_SIGNALS)
+            self._arena.finish(_SIGNALS)
+            self._began = self._read(self._note)
+        return self._began
+
+    def sums_in_place(self, parameter: torch.Tensor) -> bool:
+        return parameter.nbytes >= _IN_PLACE_FROM_BYTES and self.world <= _IN_PLACE_UP_TO_RANKS
+
+    def launch(self, bucket: Bucket) -> None:
+        number = self._number_of(bucket)
+        if isinstance(bucket, InPlaceBucket):
+            self._in_place[number] = bucket.flat.data_ptr()
+        else:
+            self._arena.ready(number)
+        self._in_flight.append((bucket.index, number))
+
+    def _number_of(self, bucket: Bucket) -> int:
+        number = self._numbers.get(bucket.index)
+        return self._define(bucket) if number is None else number
+
+    def _define(self, bucket: Bucket) -> int:
+        assert isinstance(bucket, DenseBucket)
+        number = self._numbers[bucket.index] = self._defined
+        self._defined += 1
+        flat = bucket.wire()
+        if isinstance(bucket, InPlaceBucket):
+            arguments = (_ALIGNMENT, self._ring_bytes, flat.numel(), core_dtype(flat), _AVERAGE)
+            self._arena.define_own(number, *arguments)
+            return number
+        offset = flat.data_ptr() - self._start
+        self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
+        return number
+
+    def measure_limit(self) -> int:
+        exchange = min(_seconds(lambda: self.exchange(Signal(Call.ANSWER))) for _ in range(_TRIALS))
+        one, other = torch.zeros(_SAMPLE_NUMBERS), torch.zeros(_SAMPLE_NUMBERS)
+        summing = min(_seconds(lambda: one.add_(other)) for _ in range(_TRIALS))
+        return limit_for(exchange, one.nbytes / summing)
+
+    def close(self, signal: Signal) -> None:
+        self._last = self._write(signal, weighs=False)
+
+    def finish(self) -> list[Signal]:
+        in_flight, self._in_flight = self._in_flight, []
+        for index, number in in_flight:
+            if index > 0:  # the wait began as the first bucket's
+                recorder.at_bucket(self.wait_labels[index], index)
+            if number in self._in_place:
+                self._arena.reduce_own(number, self._in_place.pop(number))
+            else:
+                self._arena.finish(number)
+            if recorder.trace is not None:
+                self.averaged_at[index] = time.monotonic_ns()
+        return self.began() if self._last == self._note else self._read(self._last)
+
+    def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
+        result = numbers.clone()
+        self.group.allreduce([result]).wait()
+        return result
+
+    def _write(self, signal: Signal, *, weighs: bool) -> int:
+        self._own, self._own_row = signal, signal.pack()
+        return self._arena.note(self._own_row, weighs=weighs)
+
+    def _read(self, number: int) -> list[Signal]:
+        rows = self._arena.notes(number)
+        if number == self._last and rows.count(self._own_row) == self.world:
+            return [self._own] * self.world  # the usual case: everybody says the same
+        return [Signal.unpack(row) for row in rows]
+
+
+def _seconds(action: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    action()
+    return time.perf_counter() - start

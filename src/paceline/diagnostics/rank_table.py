@@ -1,0 +1,78 @@
+"""The table of ranks, and the page that is printed when a job stands still: plain text, one line
+per rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+from paceline.diagnostics.diagnosis import Diagnosis, RankView
+from paceline.diagnostics.process_state import Activity
+from paceline.errors import describe_exit
+from paceline.telemetry.stack_dump import Stack
+
+__all__ = ["COLUMNS", "cells", "stall_page", "table"]
+
+COLUMNS = ("rank", "pid", "state", "phase", "step", "since", "where")
+_RIGHT = {"rank", "pid", "step", "since"}
+
+
+def cells(view: RankView, now_ns: int) -> tuple[str, ...]:
+    """One rank's line."""
+    page = view.page
+    if page is None or view.activity is Activity.ENDED:
+        ended = describe_exit(view.exitcode) if view.exitcode is not None else "ended"
+        what = ended if view.activity is Activity.ENDED else "no status page"
+        return (str(view.rank), str(view.pid), what, "", "", "", "")
+    state = view.activity.value
+    if page.call is not None and view.activity is not Activity.STOPPED:
+        state = "waiting"
+    where = page.call.words if page.call is not None else view.line
+    since = f"{(now_ns - page.since_ns) / 1e9:.1f} s"
+    phase = page.phase.name.lower()
+    return (str(view.rank), str(view.pid), state, phase, str(page.step), since, where)
+
+
+def table(views: Sequence[RankView], now_ns: int, blamed: Sequence[int] = ()) -> str:
+    """All ranks, blamed ones marked."""
+    rows = [COLUMNS, *(cells(view, now_ns) for view in views)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    lines = []
+    for index, row in enumerate(rows):
+        mark = ">" if index and views[index - 1].rank in blamed else " "
+        parts = [
+            text.rjust(width) if name in _RIGHT else text.ljust(width)
+            for text, width, name in zip(row, widths, COLUMNS, strict=True)
+        ]
+        lines.append(f"{mark} {'  '.join(parts)}".rstrip())
+    return "\n".join(lines)
+
+
+def stall_page(
+    diagnosis: Diagnosis,
+    views: Sequence[RankView],
+    stacks: Mapping[int, Stack],
+    now_ns: int | None = None,
+) -> str:
+    """Everything about a stall on one page; the sentence comes last, where the eye is."""
+    now = time.monotonic_ns() if now_ns is None else now_ns
+    page = next((view.page for view in views if view.page is not None), None)
+    job = f" ({page.script}, job {page.job[:8]})" if page is not None else ""
+    parts = [
+        f"no progress for {diagnosis.waited_ns / 1e9:.1f} s{job}",
+        table(views, now, diagnosis.blamed),
+    ]
+    for view in views:
+        if view.rank in diagnosis.stacks_of:
+            parts.append(_stack_of(view, stacks.get(view.rank)))
+    parts.append(f"diagnosis: {diagnosis.sentence}")
+    return "\n".join(parts)
+
+
+def _stack_of(view: RankView, stack: Stack | None) -> str:
+    if stack is not None:
+        return f"rank {view.rank} (pid {view.pid}), innermost call last:\n{stack.text}"
+    if view.activity is Activity.STOPPED:
+        return f"rank {view.rank} (pid {view.pid}): no stack while it is stopped (py-spy could read one)"
+    return f"rank {view.rank} (pid {view.pid}): no stack could be had"

@@ -1,0 +1,49 @@
+"""`workers="auto"`: tries the first batches in one piece, the next ones split, and keeps what was
+faster.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Autotune"]
+
+_CALLS_EACH = 4  # of which the first warms up
+_WORTH_IT = 0.95
+
+
+class Autotune:
+    """Times forwards. In one piece first: after that, threads of OpenMP do not disturb the workers'
+    times.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._whole: list[float] = []
+        self._split: list[float] = []
+
+    def run(self, whole: Callable[[], Any], split: Callable[[], Any]) -> Any:
+        """One forward, in the way whose turn it is."""
+        times, way = (
+            (self._whole, whole) if len(self._whole) < _CALLS_EACH else (self._split, split)
+        )
+        started = self._clock()
+        result = way()
+        times.append(self._clock() - started)
+        return result
+
+    @property
+    def is_over(self) -> bool:
+        """Whether both ways were tried often enough."""
+        return len(self._split) == _CALLS_EACH
+
+    @property
+    def splitting_pays(self) -> bool:
+        """Whether the best split forward was clearly faster than the best in one piece."""
+        return min(self._split[1:]) < _WORTH_IT * min(self._whole[1:])
+
+    def describe(self) -> str:
+        """The two times, in words."""
+        return f"{min(self._whole[1:]) * 1e3:.2f} ms in one piece, {min(self._split[1:]) * 1e3:.2f} ms split"

@@ -1,0 +1,302 @@
+"""`DataParallel`: one line, and a module runs on all cores or all accelerators."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.core import native_status
+from paceline.dp.autotune import Autotune
+from paceline.dp.process_executor import ProcessExecutor
+from paceline.dp.scatter import Splitter
+from paceline.dp.structure import without_marks
+from paceline.dp.thread_executor import ThreadExecutor
+from paceline.errors import ConfigError
+
+__all__ = ["DataParallel"]
+
+_SCALARS = ("mean", "sum", "stack")
+_BATCH_NORMS = ("replica", "global")
+_EXECUTORS = (None, "processes", "threads")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    device_ids: Sequence[int | torch.device] | None
+    workers: int | str | None
+    threads: int
+    executor: str | None
+    split: dict[type, Splitter]
+    scalars: str
+    batch_norm: str
+    timeout: float
+
+
+class DataParallel(nn.Module):
+    """Runs a module on parts of each batch at once; outputs and gradients are those of the whole
+    batch.
+
+        model = paceline.DataParallel(model)
+
+    The first four arguments are those of `torch.nn.DataParallel`. On the CPU, `workers` processes
+    share the module's parameters (default: cores / `threads`; "auto": split only if the first
+    batches show that it pays); with accelerators, one thread drives each of `device_ids`.
+
+    `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
+    `(object, [(start, stop), ...]) -> parts`. `scalars` says how losses that `forward` returns are
+    combined: "mean" (by samples, so that it is the mean over the batch), "sum" or "stack".
+    `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
+    of each replica's share. `timeout` in seconds is how long to wait for a worker that lives but
+    does not answer.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        *,
+        workers: int | str | None = None,
+        threads: int = 1,
+        executor: str | None = None,
+        split: Mapping[type, Splitter] | None = None,
+        scalars: str = "mean",
+        batch_norm: str = "replica",
+        timeout: float = 1800.0,
+    ) -> None:
+        super().__init__()
+        _check_arguments(workers, threads, executor, scalars, batch_norm, dim)
+        self.module = module
+        self.dim = dim
+        self.device_ids: list[int] = []
+        self.output_device: Any = None
+        self._output_device = output_device
+        self._is_closed = False
+        self._options = _Options(
+            device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
+        )
+        self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
+        self._trial = (
+            Autotune()
+            if workers == "auto" and isinstance(self._executor, ProcessExecutor)
+            else None
+        )
+
+    # --- running ---------------------------------------------------------------------------------
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward, on all replicas."""
+        if self._is_closed:
+            raise ConfigError(
+                "this DataParallel was closed; use the module itself, `model.module`, or wrap it again"
+            )
+        if self._executor is None:
+            return self._in_one_piece(inputs, kwargs)
+        if self._trial is not None:
+            return self._try_both(self._executor, self._trial, inputs, kwargs)
+        return self._executor.run(inputs, kwargs)
+
+    def _in_one_piece(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        args, named = without_marks((inputs, kwargs))
+        return self.module(*args, **named)
+
+    def _try_both(
+        self, executor: Any, trial: Autotune, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = trial.run(
+            lambda: self._in_one_piece(inputs, kwargs),
+            lambda: executor.run(inputs, kwargs),
+        )
+        if trial.is_over:
+            self._trial = None
+            if not trial.splitting_pays:
+                executor.refresh()  # the workers end with the last graph that needs them
+                self._executor = None
+                warnings.warn(
+                    f"DataParallel(workers='auto') does not split: a forward took {trial.describe()}. Its matrix "
+                    "products already use all cores, or the batch is too small. To split all the same, give a number",
+                    stacklevel=2,
+                )
+        return result
+
+    def _make_executor(self) -> ProcessExecutor | ThreadExecutor | None:
+        options = self._options
+        devices = self._devices()
+        if devices:
+            self.device_ids = [device.index for device in devices]
+            output = devices[0] if self._output_device is None else _device(self._output_device)
+            self.output_device = output.index if output.type != "cpu" else output
+            if options.batch_norm == "global":
+                raise ConfigError(
+                    "batch_norm='global' is for worker processes on the CPU; on accelerators use "
+                    "paceline.DistributedDataParallel with torch.nn.SyncBatchNorm"
+                )
+            return ThreadExecutor(
+                self.module, devices, output, self.dim, options.scalars, options.split
+            )
+        cores = len(os.sched_getaffinity(0))
+        asked = None if options.workers == "auto" else options.workers
+        count = max(1, cores // options.threads) if asked is None else int(asked)
+        if count == 1:
+            return None
+        status = native_status()
+        if not status.available:
+            self._say_core_is_missing(status.reason, is_asked_for=isinstance(asked, int))
+            return None
+        return ProcessExecutor(
+            self.module,
+            count,
+            options.threads,
+            self.dim,
+            options.scalars,
+            options.split,
+            options.timeout,
+            is_batch_whole=options.batch_norm == "global",
+        )
+
+    def _say_core_is_missing(self, reason: str, is_asked_for: bool) -> None:
+        """Workers cannot be had. Whoever asked for a number of them is told so by an error, others
+        by a warning.
+        """
+        cure = "reinstall paceline where a C compiler is found (`paceline doctor` shows what is missing)"
+        if is_asked_for:
+            raise ConfigError(
+                f"DataParallel(workers={self._options.workers}) on the CPU needs the native core, which is missing: "
+                f"{reason}. To have it, {cure}; workers=1 or workers=None runs without it, in one piece"
+            )
+        warnings.warn(
+            f"DataParallel does not split batches: the native core is missing: {reason}. The module runs in one piece, "
+            f"with all intra-op threads. To use workers, {cure}",
+            stacklevel=5,
+        )
+
+    def _devices(self) -> list[torch.device]:
+        """The accelerators to run on; none for the CPU."""
+        options = self._options
+        if options.executor == "processes" or not torch.accelerator.is_available():
+            if options.executor == "threads":
+                raise ConfigError(
+                    "executor='threads' is for accelerators, and this machine shows none"
+                )
+            return []
+        first = next(self.module.parameters(), None)
+        if (
+            options.device_ids is None
+            and options.executor is None
+            and first is not None
+            and first.device.type == "cpu"
+        ):
+            return []  # the module lives on the CPU, whatever else the machine has
+        ids: Sequence[int | torch.device] = options.device_ids or range(
+            torch.accelerator.device_count()
+        )
+        return [_device(each) for each in ids]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """All of torch's ways to move a module lead here: `DataParallel(module).to(device)` runs on
+        that device.
+        """
+        moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        if not self._is_closed and isinstance(self._executor, ThreadExecutor) != bool(
+            self._devices()
+        ):
+            if self._executor is not None:
+                self._executor.end()
+            self.device_ids, self.output_device = [], None
+            self._executor = self._make_executor()
+        return moved
+
+    @property
+    def workers(self) -> int:
+        """How many replicas a large enough batch is split among."""
+        return 1 if self._executor is None else self._executor.workers
+
+    @property
+    def worker_pids(self) -> list[int]:
+        """The worker processes that run now, beside this one."""
+        return [] if self._executor is None else self._executor.pids
+
+    def refresh(self) -> None:
+        """Let workers see a change to the module that cannot be noticed: one inside an object of
+        your own.
+        """
+        if self._executor is not None:
+            self._executor.refresh()
+
+    # --- life ------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End the workers. The module stays as it is and can be used by itself."""
+        self._is_closed = True
+        if self._executor is not None:
+            self._executor.end()
+
+    def __enter__(self) -> DataParallel:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # --- like the module it wraps ----------------------------------------------------------------
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module":
+                raise
+            return getattr(self.module, name)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Accepts the module's own names, and those with the prefix `module.` that `state_dict`
+        gives.
+        """
+        if state_dict and not any(key.startswith("module.") for key in state_dict):
+            return self.module.load_state_dict(state_dict, *args, **kwargs)
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        state["_executor"] = None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._executor = self._make_executor()
+
+
+def _device(given: int | torch.device) -> torch.device:
+    if isinstance(given, int):
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None
+        return torch.device(accelerator.type, given)
+    return torch.device(given)
+
+
+def _check_arguments(
+    workers: Any, threads: int, executor: str | None, scalars: str, batch_norm: str, dim: int
+) -> None:
+    if workers is not None and workers != "auto" and (not isinstance(workers, int) or workers < 1):
+        raise ConfigError(f"workers must be a positive number or 'auto', not {workers!r}")
+    if threads < 1:
+        raise ConfigError(f"threads, per worker, must be positive, not {threads!r}")
+    if executor not in _EXECUTORS:
+        raise ConfigError(f"executor must be 'processes' or 'threads', not {executor!r}")
+    if scalars not in _SCALARS:
+        raise ConfigError(f"scalars must be one of {', '.join(_SCALARS)}, not {scalars!r}")
+    if batch_norm not in _BATCH_NORMS:
+        raise ConfigError(f"batch_norm must be 'replica' or 'global', not {batch_norm!r}")
+    if dim < 0:
+        raise ConfigError(
+            f"dim must not be negative: inputs of different rank have different last dimensions; got {dim}"
+        )

@@ -1,0 +1,454 @@
+"""The thread executor: one thread per accelerator, replicas that stay, only what changed is copied.
+
+Written against `torch.accelerator`, streams and events alone. One forward, step by step:
+ 1. refresh: parameters that changed since the last forward are copied to the replicas on each
+    device's own stream
+ 2. scatter: shares of the inputs are copied on a side stream of each device, while 1 is under way
+ 3. run: each device's thread runs its replica, under the caller's modes and streams
+ 4. gather: outputs meet on `output_device`
+Inputs and outputs travel by differentiable copies; `Lend` brings the parameters' gradients back,
+summed in the order of the devices.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from paceline.dp.autograd_functions import refuse_create_graph
+from paceline.dp.channel import meta_of
+from paceline.dp.gather import GatherPlan, join_leaf, same_structure
+from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
+from paceline.dp.structure import Whole, flatten, unflatten
+from paceline.errors import ConfigError
+
+__all__ = ["Lend", "ThreadExecutor"]
+
+
+class ThreadExecutor:
+    """Runs a module on several devices of this process."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        devices: Sequence[torch.device],
+        output_device: torch.device,
+        dim: int,
+        scalars: str,
+        splitters: Mapping[type, Splitter],
+    ) -> None:
+        self._module = module
+        self._devices = list(devices)
+        self._output_device = output_device
+        self._dim = dim
+        self._scalars = scalars
+        self._splitters = splitters
+        self._leaf_types = (Whole, *splitters)
+        self._replicas = [_Kept(device) for device in devices]
+        self._sides: dict[torch.device, torch.Stream] = {}
+        self._threads = ThreadPoolExecutor(
+            max(1, len(devices) - 1), thread_name_prefix="paceline-device"
+        )
+        self._finalizer = weakref.finalize(self, self._threads.shutdown, wait=False)
+        self.workers = len(devices)
+        self.pids: list[int] = []
+
+    def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Forward on the whole batch."""
+        self._check_shapes()
+        self._check_places()
+        split = split_inputs(
+            (args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types
+        )
+        used = self._devices[: len(split.ranges)]
+        streams = [torch.accelerator.current_stream(device) for device in used]
+        shares = [self._scatter(split, replica, streams) for replica in range(len(used))]
+        modules = self._refresh(streams)
+        outputs = self._run_all(modules, shares, streams)
+        return self._gather(outputs, split.sizes, streams)
+
+    def refresh(self) -> None:
+        """Copy all parameters at the next forward."""
+        for kept in self._replicas:
+            kept.forget()
+
+    def end(self) -> None:
+        """End the threads and let the replicas' memory go."""
+        self._threads.shutdown(wait=True)
+        self.refresh()
+
+    def _check_shapes(self) -> None:
+        for name, part in self._module.named_modules():
+            if isinstance(part, LazyModuleMixin) and hasattr(
+                part, "_initialize_hook"
+            ):  # gone once it has run
+                raise ConfigError(
+                    f"Attempted to use an uninitialized parameter: those of {name or 'the module'} "
+                    f"({type(part).__name__}) have no shape yet and cannot be copied to the replicas of DataParallel. "
+                    "Run a dummy forward pass of the module first"
+                )
+
+    def _check_places(self) -> None:
+        first = self._devices[0]
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if tensor.device != first:
+                raise ConfigError(
+                    f"module must have its parameters and buffers on device {first} (device_ids[0]) but found one of "
+                    f"them on device: {tensor.device} ({name}). Call module.to('{first}') before wrapping it"
+                )
+
+    # --- 1: refresh ------------------------------------------------------------------------------
+    def _refresh(self, streams: Sequence[torch.Stream]) -> list[nn.Module]:
+        parameters = [
+            *self._module.parameters(),
+            *(one for one in self._module.buffers() if one.requires_grad),
+        ]
+        copies = [
+            kept.refreshed(parameters, stream, streams[0])
+            for kept, stream in zip(self._replicas, streams, strict=False)
+        ]
+        if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
+            flat = Lend.apply(copies, list(streams), self._replicas, *parameters)  # type: ignore[no-untyped-call]  # torch's
+            copies = [
+                list(flat[i : i + len(parameters)])
+                for i in range(0, len(flat), max(1, len(parameters)))
+            ]
+        return [
+            _replica(
+                self._module,
+                dict(zip(map(id, parameters), tensors, strict=True)),
+                device,
+                stream,
+                streams[0],
+            )
+            for tensors, device, stream in zip(copies, self._devices, streams, strict=False)
+        ]
+
+    # --- 2: scatter ------------------------------------------------------------------------------
+    def _scatter(
+        self, split: SplitInputs, replica: int, streams: Sequence[torch.Stream]
+    ) -> tuple[Any, Any]:
+        device, stream = self._devices[replica], streams[replica]
+        side = self._sides.get(device)
+        if side is None:
+            side = self._sides[device] = torch.Stream(device)
+        shares = [
+            _carry(split.share(index, replica), device, side, stream)
+            for index in range(len(split.leaves))
+        ]
+        found: tuple[Any, Any] = unflatten(split.spec, shares)
+        return found
+
+    # --- 3: run ----------------------------------------------------------------------------------
+    def _run_all(
+        self,
+        modules: Sequence[nn.Module],
+        shares: Sequence[tuple[Any, Any]],
+        streams: Sequence[torch.Stream],
+    ) -> list[Any]:
+        modes = _Modes(streams[0].device.type)
+        seed = (
+            int(torch.randint(2**62, (), dtype=torch.int64))
+            if self._module.training and len(streams) > 1
+            else None
+        )
+        others: list[Future[Any]] = [
+            self._threads.submit(
+                _run, module, share, stream, modes, None if seed is None else seed + replica
+            )
+            for replica, (module, share, stream) in enumerate(
+                zip(modules, shares, streams, strict=True)
+            )
+            if replica
+        ]
+        try:
+            outputs = [_run(modules[0], shares[0], streams[0], None, None)]
+        finally:
+            failures = [
+                other.exception() for other in others
+            ]  # waits for them: none may run on behind an exception
+        for replica, failure in enumerate(failures, 1):
+            if failure is not None:
+                failure.add_note(
+                    f"raised in replica {replica} of DataParallel, on {self._devices[replica]}"
+                )
+                raise failure
+        return outputs + [other.result() for other in others]
+
+    # --- 4: gather -------------------------------------------------------------------------------
+    def _gather(
+        self, outputs: Sequence[Any], sizes: Sequence[int], streams: Sequence[torch.Stream]
+    ) -> Any:
+        flat = [flatten(output) for output in outputs]
+        objects = [
+            [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] for _, leaves in flat
+        ]
+        same_structure([spec for spec, _ in flat], objects)
+        goal = torch.accelerator.current_stream(self._output_device)
+        for stream in streams:
+            if stream != goal:
+                goal.wait_stream(stream)
+        joined = []
+        for leaves in zip(*(leaves for _, leaves in flat), strict=True):
+            if not isinstance(leaves[0], torch.Tensor):
+                joined.append(leaves[0])
+                continue
+            joint = join_leaf([meta_of(leaf) for leaf in leaves], sizes, self._dim, self._scalars)
+            here = [
+                leaf.to(self._output_device, non_blocking=leaf.device.type != "cpu")
+                for leaf in leaves
+            ]
+            for leaf in leaves:
+                if leaf.device != self._output_device and leaf.device.type != "cpu":
+                    leaf.record_stream(goal)
+            joined.append(_join(joint, here))
+        for stream in streams:  # the next step may overwrite what is still being read from
+            if stream != goal:
+                stream.wait_stream(goal)
+        return unflatten(flat[0][0], joined)
+
+
+class Lend(torch.autograd.Function):
+    """Parameters in, their copies on all devices out; backward sums what comes back, in the order
+    of the devices.
+
+    As in torch's class, a parameter that backward does not reach gets a gradient of zeros.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        copies: list[list[torch.Tensor]],
+        streams: list[torch.Stream],
+        replicas: list[_Kept],
+        *parameters: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.streams, ctx.count, ctx.replicas = streams, len(parameters), replicas
+        ctx.own, ctx.identities = copies[0], [id(parameter) for parameter in parameters]
+        ctx.set_materialize_grads(False)
+        lent = tuple(copy.detach() for tensors in copies for copy in tensors)
+        ctx.mark_non_differentiable(
+            *(
+                copy
+                for index, copy in enumerate(lent)
+                if not parameters[index % len(parameters)].requires_grad
+            )
+        )
+        return lent
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        refuse_create_graph()
+        first = ctx.streams[0]
+        here = torch.accelerator.current_stream(first.device)
+        for stream in ctx.streams:
+            if stream != here:
+                here.wait_stream(stream)
+        sums: list[torch.Tensor | None] = []
+        for index in range(ctx.count):
+            if not ctx.needs_input_grad[3 + index]:
+                sums.append(None)
+                continue
+            for replica in ctx.replicas:
+                replica.doubt(ctx.identities[index])
+            terms = [term for term in gradients[index :: ctx.count] if term is not None]
+            if not terms:
+                sums.append(torch.zeros_like(ctx.own[index]))
+                continue
+            moved = [_home(term, first.device, here) for term in terms]
+            total = moved[0]
+            for term in moved[1:]:
+                total = total + term
+            sums.append(total)
+        for stream in ctx.streams[1:]:
+            stream.wait_stream(here)
+        return (None, None, None, *sums)
+
+
+def _home(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> torch.Tensor:
+    if gradient.device == device:
+        return gradient
+    moved = gradient.to(device, non_blocking=True)
+    for memory in (gradient._indices(), gradient._values()) if gradient.is_sparse else (gradient,):
+        memory.record_stream(here)
+    return moved
+
+
+class _Kept:
+    """The parameters' copies on one device, kept from step to step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
+        self._doubted: set[int] = set()
+
+    def doubt(self, identity: int) -> None:
+        """This parameter has a new gradient: it may change in ways that leave no trace
+        (`parameter.data.sub_(...)`).
+        """
+        self._doubted.add(identity)
+
+    def forget(self) -> None:
+        self._copies = {}
+
+    def refreshed(
+        self, parameters: Sequence[torch.Tensor], stream: torch.Stream, home: torch.Stream
+    ) -> list[torch.Tensor]:
+        """A copy of each parameter, up to date in the order of `stream`."""
+        if stream.device == home.device:
+            return [parameter.detach() for parameter in parameters]
+        stale = [parameter for parameter in parameters if not self._is_fresh(parameter)]
+        if stale:
+            stream.wait_stream(home)
+            with torch.no_grad(), stream:
+                for parameter in stale:
+                    self._copy(parameter)
+            home.wait_stream(
+                stream
+            )  # an optimizer step may not overwrite what is still being copied
+        known = {id(parameter): self._copies[id(parameter)] for parameter in parameters}
+        self._copies = known  # of parameters that are gone, nothing is kept
+        self._doubted.clear()
+        return [known[id(parameter)][2] for parameter in parameters]
+
+    def _is_fresh(self, parameter: torch.Tensor) -> bool:
+        if id(parameter) in self._doubted or not isinstance(parameter, nn.Parameter):
+            return False
+        return self._looks_fresh(parameter)
+
+    def _looks_fresh(self, parameter: torch.Tensor) -> bool:
+        kept = self._copies.get(id(parameter))
+        # The address too: `parameter.data = ...` leaves the version as it is.
+        return kept is not None and kept[0] is parameter and kept[1] == _stamp(parameter)
+
+    def _copy(self, parameter: torch.Tensor) -> None:
+        kept = self._copies.get(id(parameter))
+        # A copy that may well be up to date stays as it is for the graphs that hold it.
+        may_go = kept is not None and kept[0] is parameter and not self._looks_fresh(parameter)
+        copy = kept[2] if kept is not None and may_go else None
+        if copy is None or copy.shape != parameter.shape or copy.dtype != parameter.dtype:
+            copy = torch.empty_like(parameter, device=self._device, requires_grad=False)
+        copy.copy_(parameter.detach(), non_blocking=True)
+        self._copies[id(parameter)] = (parameter, _stamp(parameter), copy)
+
+
+def _stamp(parameter: torch.Tensor) -> int:
+    return hash((parameter._version, parameter.data_ptr(), parameter.shape))
+
+
+def _replica(
+    module: nn.Module,
+    tensors: Mapping[int, torch.Tensor],
+    device: torch.device,
+    stream: torch.Stream,
+    home: torch.Stream,
+) -> nn.Module:
+    """A shallow copy of the module around other parameters; attributes, hooks and modes are those
+    of this moment.
+    """
+    parts = list(module.modules())
+    copies = {id(part): part._replicate_for_data_parallel() for part in parts}
+    buffers: dict[int, torch.Tensor] = {}
+    is_home = stream.device == home.device
+    for part in parts:
+        copy = copies[id(part)]
+        for name, child in part._modules.items():
+            if child is not None:
+                copy._modules[name] = copies[id(child)]
+        for name, parameter in part._parameters.items():
+            setattr(copy, name, None if parameter is None else tensors[id(parameter)])
+        for name, buffer in part._buffers.items():
+            if buffer is not None and id(buffer) in tensors:
+                copy._buffers[name] = tensors[id(buffer)]
+            elif buffer is not None and not is_home:
+                if id(buffer) not in buffers:
+                    buffers[id(buffer)] = _fresh_copy(buffer, device, stream, home)
+                copy._buffers[name] = buffers[id(buffer)]
+    whole: nn.Module = copies[id(module)]
+    return whole
+
+
+def _fresh_copy(
+    buffer: torch.Tensor, device: torch.device, stream: torch.Stream, home: torch.Stream
+) -> torch.Tensor:
+    """Not kept: a graph may still hold the last one."""
+    stream.wait_stream(home)
+    with torch.no_grad(), stream:
+        copy = torch.empty_like(buffer, device=device).copy_(buffer, non_blocking=True)
+    home.wait_stream(stream)
+    return copy
+
+
+def _carry(share: Any, device: torch.device, side: torch.Stream, stream: torch.Stream) -> Any:
+    """Bring a tensor to its device, on the side stream; other objects stay what they are."""
+    if not isinstance(share, torch.Tensor) or share.device == device:
+        return share
+    source = torch.accelerator.current_stream(share.device) if share.device.type != "cpu" else None
+    if source is not None:
+        side.wait_stream(source)
+    side.wait_stream(stream)  # memory that is taken now may have been used there until now
+    with side:
+        carried = share.to(device, non_blocking=True)
+    stream.wait_stream(side)
+    carried.record_stream(stream)
+    if source is not None:
+        share.record_stream(side)
+        source.wait_stream(side)
+    return carried
+
+
+class _Modes:
+    """Settings of the calling thread that hold in the device threads too."""
+
+    def __init__(self, device_type: str) -> None:
+        self._grad = torch.is_grad_enabled()
+        self._inference = torch.is_inference_mode_enabled()
+        self._autocast = [
+            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_cache_enabled())
+            for kind in (device_type, "cpu")
+            if torch.is_autocast_enabled(kind)
+        ]
+
+    def enter(self, stack: contextlib.ExitStack) -> None:
+        stack.enter_context(torch.inference_mode(self._inference))
+        stack.enter_context(torch.set_grad_enabled(self._grad))
+        for kind, dtype, cache in self._autocast:
+            stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=cache))
+
+
+def _run(
+    module: nn.Module,
+    share: tuple[Any, Any],
+    stream: torch.Stream,
+    modes: _Modes | None,
+    seed: int | None,
+) -> Any:
+    args, kwargs = share
+    with contextlib.ExitStack() as stack:
+        if modes is not None:  # in a thread of ours, which knows nothing of the caller's settings
+            torch.accelerator.set_device_index(stream.device.index)
+            modes.enter(stack)
+        stack.enter_context(stream)
+        if seed is not None:
+            state = torch.Generator(device=stream.device).manual_seed(seed).get_state()
+            torch.get_device_module(stream.device).set_rng_state(state, stream.device)
+        return module(*args, **kwargs)
+
+
+def _join(joint: GatherPlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if joint.how == "stack":
+        return torch.stack(tuple(tensors))
+    if joint.how == "mean":
+        terms = [tensor * weight for tensor, weight in zip(tensors, joint.weights, strict=True)]
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+    return torch.cat(list(tensors), joint.dim)

@@ -1,0 +1,395 @@
+"""The fork server: imports torch once, forks the ranks from that warm image, then looks after them.
+
+    launcher (light, owns the screen)  --control-->  fork server (torch loaded)  --fork-->  rank 0, rank 1, ...
+
+Launcher and fork server guard each other. Both adopt orphans, so what a rank leaves behind comes to
+the fork server, and if that is killed, to the launcher: whichever survives ends every descendant.
+Should both be killed at once, the kernel ends the ranks (they asked for it with PR_SET_PDEATHSIG).
+
+Ranks are forked before anything starts a thread here - the store's server does - and wait for word
+to begin. Importing torch alone starts no thread that matters: OpenBLAS stops and restarts its own
+around a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterable
+from multiprocessing.connection import Connection
+from typing import Any
+
+from paceline.launch import rank_main
+from paceline.launch.child_processes import (
+    adopt_orphans,
+    die_with_parent,
+    end_descendants,
+    outlive_parent,
+)
+from paceline.launch.messages import (
+    Job,
+    JobPlaced,
+    RankEnd,
+    RendezvousConfig,
+    Signal,
+    Started,
+    StartFailure,
+)
+
+__all__ = ["main"]
+
+_ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
+_PEER_POLL_S = 1.0
+_LEFTOVERS_WAIT_S = 0.5
+_LEFTOVERS_TERM_S = 2.0
+
+
+def main(control_fd: int) -> int:
+    """Serve one job. Returns twice, like fork: in this process when the job is over, in each rank
+    with its code.
+    """
+    control = Connection(control_fd)
+    os.set_inheritable(control_fd, False)
+    job: Job = control.recv()
+    die_with_parent(job.launcher_pid)  # until the ranks exist there is nothing to clean up
+    os.setsid()  # the terminal's Ctrl-C goes to the launcher alone, which passes it on
+    adopt_orphans()
+    for descriptor in _inherited(job):
+        os.set_inheritable(descriptor, False)
+    os.environ.update(job.environ)
+    os.environ["OMP_NUM_THREADS"] = str(
+        job.threads
+    )  # OpenMP and OpenBLAS read it once, when torch loads them
+    try:
+        _preload(job)
+    except Exception:
+        return _give_up(control, f"the fork server could not load torch:\n{traceback.format_exc()}")
+    started = _start_ranks(job, control)
+    if isinstance(started, _ThisRank):
+        return rank_main.run(started.go_fd, started.report_fd)
+    return _Server(job, control, started).serve()
+
+
+def _inherited(job: Job) -> Iterable[int]:
+    for pipes in job.pipes:
+        yield from pipes.all()
+    if job.rendezvous.listen_fd >= 0:
+        yield job.rendezvous.listen_fd
+
+
+def _preload(job: Job) -> None:
+    if job.start_method == "fork":
+        # imports make much and drop little: collecting meanwhile costs a tenth of the time
+        gc.disable()
+        for name in job.preload:
+            importlib.import_module(name)
+        gc.freeze()  # the collector would touch, and so copy, every page of the image in every rank
+        gc.enable()
+
+
+def _give_up(control: Connection, reason: str) -> int:
+    with contextlib.suppress(OSError):
+        control.send(StartFailure(reason))
+    return 1
+
+
+@dataclasses.dataclass(frozen=True)
+class _ThisRank:
+    """What `_start_ranks` returns in a rank."""
+
+    go_fd: int
+    report_fd: int
+
+
+@dataclasses.dataclass
+class _Child:
+    """What `_start_ranks` returns, for each rank, in the server."""
+
+    pid: int
+    go_fd: int
+
+
+def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
+    server = os.getpid()
+    children: list[_Child] = []
+    for rank in range(job.ranks):
+        go_read, go_write = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            die_with_parent(server)
+            os.setpgid(0, 0)
+            control.close()
+            for child in children:
+                os.close(child.go_fd)
+            os.close(go_write)
+            return _become_rank(job, rank, go_read)
+        os.close(go_read)
+        children.append(_Child(pid, go_write))
+    for pipes in job.pipes:
+        for descriptor in pipes.all():
+            os.close(descriptor)
+    return children
+
+
+def _become_rank(job: Job, rank: int, go_fd: int) -> _ThisRank:
+    mine = job.pipes[rank]
+    os.dup2(mine.stdout, 1)
+    os.dup2(mine.stderr, 2)
+    if rank != 0:  # two readers of one terminal help nobody
+        null = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    for descriptor in _inherited(job):
+        if descriptor != mine.report:
+            os.close(descriptor)
+    if job.start_method == "spawn":
+        _exec_rank(job, go_fd, mine.report)
+    return _ThisRank(go_fd, mine.report)
+
+
+def _exec_rank(job: Job, go_fd: int, report_fd: int) -> None:
+    from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]  # what multiprocessing uses, too
+
+    for descriptor in (go_fd, report_fd):
+        os.set_inheritable(descriptor, True)
+    code = (
+        f"import sys; sys.path[:] = {list(job.path)!r}; from paceline.launch.rank_main import main; "
+        f"sys.exit(main({go_fd}, {report_fd}))"
+    )
+    os.execv(sys.executable, [sys.executable, *_args_from_interpreter_flags(), "-c", code])
+
+
+class _Server:
+    """After the fork: opens the rendezvous, says go, passes signals on, reports ends."""
+
+    def __init__(self, job: Job, control: Connection, children: list[_Child]) -> None:
+        self._job = job
+        self._control = control
+        self._children = children
+        self._running = {child.pid: rank for rank, child in enumerate(children)}
+        self._failed = False
+        self._nodes: _Nodes | None = None
+
+    def serve(self) -> int:
+        outlive_parent()  # from here on a killed launcher is noticed as the end of the control pipe
+        wake, written = self._wake_on_child_exit()
+        try:
+            self._control.send(
+                [Started(rank, child.pid) for rank, child in enumerate(self._children)]
+            )
+            self._nodes = _Nodes(self._job)
+            self._go()
+            self._loop(wake)
+        except (BrokenPipeError, ConnectionResetError):
+            self._end_everything()  # the launcher is gone
+        except Exception as error:
+            _give_up(self._control, f"{type(error).__name__}: {error}")
+            self._end_everything()
+        end_descendants(os.getpid(), wait_s=_LEFTOVERS_WAIT_S, term_s=_LEFTOVERS_TERM_S)
+        if self._nodes is not None:
+            self._nodes.leave(self._failed)
+        signal.set_wakeup_fd(-1)
+        wake.close()
+        written.close()
+        return 0
+
+    def _wake_on_child_exit(self) -> tuple[socket.socket, socket.socket]:
+        wake, written = socket.socketpair()
+        for end in (wake, written):
+            end.setblocking(False)
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        return wake, written
+
+    def _go(self) -> None:
+        assert self._nodes is not None
+        nodes, job = self._nodes, self._job
+        self._control.send(JobPlaced(nodes.first_rank, nodes.world_size))
+        for local, child in enumerate(self._children):
+            variables = {
+                "RANK": str(nodes.first_rank + local),
+                "LOCAL_RANK": str(local),
+                "WORLD_SIZE": str(nodes.world_size),
+                "LOCAL_WORLD_SIZE": str(job.ranks),
+                "GROUP_RANK": str(nodes.node),
+                "MASTER_ADDR": nodes.address,
+                "MASTER_PORT": str(nodes.port),
+                # What torch's own env:// looks at: the store is served already, by this process.
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "PACELINE_LAUNCHER": job.launcher,
+                "OMP_NUM_THREADS": str(job.threads),
+            }
+            with contextlib.suppress(BrokenPipeError):  # it was killed before it began
+                rank_main.send_frame(child.go_fd, rank_main.Role(job.work, variables))
+            os.close(child.go_fd)
+
+    def _loop(self, wake: socket.socket) -> None:
+        selector = selectors.DefaultSelector()
+        selector.register(self._control, selectors.EVENT_READ)
+        selector.register(wake, selectors.EVENT_READ)
+        pause = _PEER_POLL_S if self._job.rendezvous.nodes > 1 else None
+        assert self._nodes is not None
+        listen_socket = self._nodes.listen_socket
+        if listen_socket is not None:
+            selector.register(listen_socket, selectors.EVENT_READ)
+        self._reap()  # who ended before the handler was there
+        while self._running:
+            for key, _ in selector.select(pause):
+                if key.fileobj is wake:
+                    wake.recv(4096)
+                elif key.fileobj is listen_socket:
+                    selector.unregister(listen_socket)
+                    self._nodes.open_store()
+                else:
+                    self._obey()
+            self._reap()
+            if pause is not None and (reason := self._nodes.failure_elsewhere()):
+                self._control.send(StartFailure(reason))
+                pause = None
+
+    def _obey(self) -> None:
+        try:
+            order = self._control.recv()
+        except EOFError:
+            raise BrokenPipeError from None
+        if isinstance(order, Signal):
+            for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, order.number)
+
+    def _reap(self) -> None:
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = found
+                rank = self._running.pop(pid, None)
+                if rank is None:
+                    continue  # an orphan of a rank's
+                code = os.waitstatus_to_exitcode(status)
+                if code != 0 and not self._failed:
+                    self._failed = True
+                    if self._nodes is not None:
+                        self._nodes.tell_failure(rank, code)
+                self._control.send(RankEnd(rank, code, time.monotonic()))
+
+    def _end_everything(self) -> None:
+        """Ranks first, so that servants which tidy up after their master get to do so."""
+        self._failed = True
+        for pid in list(self._running):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+class _Nodes:
+    """The rendezvous of all nodes' fork servers, which is also the store of the ranks."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._store: Any = None
+        self.listen_socket: socket.socket | None = None
+        if job.rendezvous.nodes == 1:
+            # The port is open already: whoever knocks before the store is served waits in the
+            # queue.
+            self.listen_socket = socket.socket(fileno=job.rendezvous.listen_fd)
+            self.address, self.port = self.listen_socket.getsockname()[:2]
+            self.node, self.first_rank, self.world_size = 0, 0, job.ranks
+        else:
+            self._meet(job.rendezvous)
+
+    def open_store(self) -> None:
+        """A rank knocked: serve the store on the port. A job that never does needs no torch here."""
+        from torch._C._distributed_c10d import TCPStore
+
+        assert self.listen_socket is not None
+        listen_socket = self.listen_socket.detach()
+        self._store = TCPStore(
+            self.address,
+            self.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=listen_socket,
+        )
+
+    def _meet(self, config: RendezvousConfig) -> None:
+        """torch's own rendezvous: static with --node-rank, else c10d, which gives out the node
+        ranks.
+        """
+        from torch.distributed.elastic.rendezvous import RendezvousParameters
+        from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+        from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+        static = config.node_rank is not None
+        options: dict[str, Any] = {
+            "timeout": int(config.timeout_s),
+            "join_timeout": int(config.timeout_s),
+        }
+        if static:
+            options["rank"] = config.node_rank
+        handler = get_rendezvous_handler(
+            RendezvousParameters(
+                backend="static" if static else "c10d",
+                endpoint=config.endpoint,
+                run_id=config.run_id,
+                min_nodes=config.nodes,
+                max_nodes=config.nodes,
+                **options,
+            )
+        )
+        info = handler.next_rendezvous()
+        self._handler = handler  # its store's server lives as long as it does
+        self.node = info.rank
+        self._store = info.store
+        counts = self._everyones_ranks()
+        self.first_rank, self.world_size = sum(counts[: self.node]), sum(counts)
+        # Both kinds serve their store at the endpoint itself: the ranks use the same one.
+        self.address, self.port = parse_rendezvous_endpoint(
+            config.endpoint, default_port=_ELASTIC_PORT
+        )
+
+    def _everyones_ranks(self) -> list[int]:
+        self._store.set(f"paceline/ranks/{self.node}", str(self._job.ranks))
+        limit = datetime.timedelta(seconds=self._job.rendezvous.timeout_s)
+        keys = [f"paceline/ranks/{node}" for node in range(self._job.rendezvous.nodes)]
+        self._store.wait(keys, limit)
+        return [int(self._store.get(key)) for key in keys]
+
+    def tell_failure(self, rank: int, code: int) -> None:
+        if self._job.rendezvous.nodes > 1:
+            with contextlib.suppress(
+                Exception
+            ):  # the node that serves the store may be the one that died
+                self._store.set(
+                    "paceline/failed", f"rank {self.first_rank + rank} on node {self.node}: {code}"
+                )
+
+    def failure_elsewhere(self) -> str | None:
+        try:
+            if self._store.check(["paceline/failed"]):
+                text = self._store.get("paceline/failed").decode()
+                return None if f"on node {self.node}:" in text else f"another node failed: {text}"
+        except Exception as error:
+            return f"the node that serves the rendezvous is gone ({type(error).__name__})"
+        return None
+
+    def leave(self, failed: bool) -> None:
+        """The node that serves the store goes last. With c10d that may be any node, so each waits
+        for all.
+        """
+        if self.listen_socket is not None:
+            self.listen_socket.close()
+        if self._job.rendezvous.nodes == 1 or failed:
+            return
+        with contextlib.suppress(Exception):
+            self._store.set(f"paceline/left/{self.node}", "1")
+            keys = [f"paceline/left/{node}" for node in range(self._job.rendezvous.nodes)]
+            self._store.wait(keys, datetime.timedelta(seconds=self._job.rendezvous.timeout_s))

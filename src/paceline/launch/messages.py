@@ -1,0 +1,145 @@
+"""What the launcher and its fork server tell each other: the job, and how each rank ended."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+__all__ = [
+    "Script",
+    "Function",
+    "RendezvousConfig",
+    "RankPipes",
+    "Job",
+    "Report",
+    "RankEnd",
+    "Started",
+    "Signal",
+    "JobPlaced",
+    "StartFailure",
+    "exit_code_for_shell",
+    "PRELOAD",
+]
+
+# What nearly every training script imports: the first optimizer a process makes imports
+# torch._dynamo, which costs as much as torch itself.
+PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
+
+@dataclasses.dataclass(frozen=True)
+class Script:
+    """`paceline run [-m] target arguments...`"""
+
+    target: str
+    arguments: tuple[str, ...] = ()
+    is_module: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """`paceline.spawn(fn, args)`: the call, pickled by value where it must be."""
+
+    payload: bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class RendezvousConfig:
+    """Where nodes meet. With one node the launcher listens on a port the system chose."""
+
+    nodes: int = 1
+    node_rank: int | None = None
+    endpoint: str = ""
+    run_id: str = "none"
+    listen_fd: int = -1
+    timeout_s: float = 300.0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankPipes:
+    """One rank's ends of the pipes to the launcher, as descriptor numbers."""
+
+    stdout: int
+    stderr: int
+    report: int
+
+    def all(self) -> tuple[int, int, int]:
+        return (self.stdout, self.stderr, self.report)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything the fork server needs to start the ranks."""
+
+    work: Script | Function
+    ranks: int
+    pipes: tuple[RankPipes, ...]
+    rendezvous: RendezvousConfig
+    threads: int
+    launcher: str
+    launcher_pid: int
+    start_method: str = "fork"
+    preload: tuple[str, ...] = ()
+    path: tuple[str, ...] = ()
+    environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """What a rank says before it ends: a result, or the error that ends it. Times are
+    `time.monotonic`.
+    """
+
+    kind: str  # "result", "error", "exit" or "interrupt"
+    when: float
+    text: str = ""  # the traceback, or where it was interrupted
+    summary: str = ""  # the last line of it
+    payload: bytes = b""  # the pickled result or exception
+    caused_by: int | None = None  # another rank, whose own error this one only passes on
+
+
+@dataclasses.dataclass(frozen=True)
+class Started:
+    """From the fork server: a rank has its process."""
+
+    rank: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class JobPlaced:
+    """From the fork server: all nodes met, ranks begin."""
+
+    first_rank: int
+    world_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class RankEnd:
+    """From the fork server: a rank's process ended. `exitcode` is negative for a signal."""
+
+    rank: int
+    exitcode: int
+    when: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StartFailure:
+    """From the fork server: the job could not start, or another node failed."""
+
+    reason: str
+    exitcode: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Signal:
+    """To the fork server: send a signal to every rank that still runs, but for one that is ending
+    anyway.
+    """
+
+    number: int
+    skip: int | None = None
+
+
+def exit_code_for_shell(exitcode: int) -> int:
+    """A process's end as a shell shows it: 128 + signal number."""
+    return 128 - exitcode if exitcode < 0 else exitcode

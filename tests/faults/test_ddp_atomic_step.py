@@ -1,0 +1,271 @@
+"""W3: a step that fails on one rank counts on none, and everybody is told who failed and why."""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+
+import pytest
+import torch
+
+import paceline
+from tests.harness import init_group, run_ranks
+
+WITHIN_S = 5.0  # generous: the machine may be loaded
+
+
+@pytest.fixture(params=["gloo", "paceline"])
+def ranks(request):
+    """`run_ranks` on sockets and on shared memory."""
+    return functools.partial(run_ranks, env={"BACKEND": request.param}, timeout=40)
+
+
+def join_group():
+    init_group(os.environ["BACKEND"])
+
+
+class Fails(torch.nn.Module):
+    """Raises where it is told to, on one rank."""
+
+    def __init__(self, norm=False, width=4):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, width), torch.nn.Linear(width, 4)
+        self.norm = torch.nn.BatchNorm1d(4) if norm else torch.nn.Identity()
+        self.where = None
+
+    def forward(self, x):
+        if self.where == "forward":
+            raise ValueError("the needle")
+        x = self.first(x)
+        if self.where == "backward":
+            x.register_hook(self.boom)
+        return self.norm(self.second(x))
+
+    def boom(self, gradient):
+        raise ValueError("the needle")
+
+
+def loader(rank, where, culprit, steps, at):
+    for step in range(steps):
+        if where == "loader" and step == at and rank == culprit:
+            raise ValueError("the needle")
+        yield torch.full((2, 4), float(step + rank))
+
+
+def train_until_failure(rank, world, where, culprit, options, at):
+    join_group()
+    torch.manual_seed(0)
+    net = Fails(**options)
+    model = paceline.DistributedDataParallel(net, bucket_cap_mb=0.00002)
+    data = loader(rank, where, culprit, 5, at)
+    for step in range(5):
+        before = [p.detach().clone() for p in net.parameters()]
+        started = time.monotonic()
+        try:
+            with model.all_or_none():
+                net.where = where if step == at and rank == culprit else None
+                loss = model(next(data)).square().mean()
+                if where == "loss" and step == at and rank == culprit:
+                    raise ValueError("the needle")
+                loss.backward()
+                with torch.no_grad():
+                    for p in net.parameters():
+                        p.add_(p.grad, alpha=-0.1)
+                        p.grad = None
+        except (ValueError, paceline.StepError) as error:
+            assert step == at
+            assert time.monotonic() - started < WITHIN_S
+            assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+            # the group is whole: the next step works
+            net.where = None
+            model.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            return error
+    return None
+
+
+@pytest.mark.parametrize("where", ["forward", "loss", "backward", "loader"])
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_every_rank_raises_with_the_culprits_traceback(ranks, where, culprit):
+    options = {"norm": culprit == 1, "width": 8 if culprit else 4}
+    check_all_know(ranks(2, train_until_failure, where, culprit, options, 2), culprit)
+
+
+@pytest.mark.parametrize("where", ["loss", "loader", "backward"])
+@pytest.mark.parametrize("at", [0, 1])
+def test_in_the_first_steps_too(ranks, where, at):
+    """After the first step there is a new plan; a rank that fails before its next forward has not
+    followed it yet.
+    """
+    check_all_know(ranks(2, train_until_failure, where, 1, {}, at), 1)
+
+
+def check_all_know(errors, culprit):
+    assert isinstance(errors[culprit], ValueError)
+    other = errors[1 - culprit]
+    assert isinstance(other, paceline.StepError)
+    assert other.rank == culprit
+    assert f"rank {culprit} failed in this step" in str(other)
+    assert "ValueError: the needle" in other.traceback
+    assert "Traceback (most recent call last)" in other.traceback
+
+
+def fail_after_backward(rank, world, policy):
+    """The averages are out, peers have applied them: this rank cannot take that back, and says so."""
+    join_group()
+    model = paceline.DistributedDataParallel(Fails())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        try:
+            with model.all_or_none(policy) as attempt:
+                optimizer.zero_grad()
+                model(torch.ones(2, 4)).sum().backward()
+                if step == 1 and rank == 1:
+                    raise ValueError("the needle")
+                optimizer.step()
+        except (ValueError, paceline.StepError) as error:
+            return step, error
+        if not attempt.succeeded:
+            return step, attempt.error
+    return None
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_an_error_after_backward_is_never_skipped(ranks, policy):
+    (late, peer), (step, culprit) = ranks(2, fail_after_backward, policy)
+    assert (late, step) == (2, 1)  # the peer hears of it at its next exchange
+    assert isinstance(peer, paceline.StepError)
+    assert "ValueError: the needle" in peer.traceback
+    assert isinstance(culprit, ValueError)
+    assert "have applied it" in culprit.__notes__[0]
+
+
+def without_the_block(rank, world, where):
+    """No all_or_none(): forward and backward report themselves, with the error and where it came
+    from.
+    """
+    join_group()
+    net = Fails()
+    model = paceline.DistributedDataParallel(net)
+    for step in range(3):
+        net.where = where if step == 1 and rank == 1 else None
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except (ValueError, paceline.StepError) as error:
+            net.where = None
+            model(torch.ones(2, 4)).sum().backward()
+            return error
+    return None
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_peers_learn_of_it_without_a_block_too(ranks, where):
+    peer, culprit = ranks(2, without_the_block, where)
+    assert isinstance(culprit, ValueError)
+    assert isinstance(peer, paceline.StepError)
+    assert peer.rank == 1
+    assert "without_the_block" in peer.traceback
+    assert "in boom" in peer.traceback or where == "forward"
+    assert "ValueError: the needle" in peer.traceback
+
+
+def replicated(rank, world):
+    join_group()
+    net = paceline.replicate(Fails())
+    for step in range(3):
+        net.where = "forward" if step == 1 and rank == 1 else None
+        try:
+            net(torch.ones(2, 4)).sum().backward()
+        except (ValueError, paceline.StepError) as error:
+            net.where = None
+            net(torch.ones(2, 4)).sum().backward()
+            return error
+    return None
+
+
+def test_a_replicated_model_reports_its_forward_too(ranks):
+    peer, culprit = ranks(2, replicated)
+    assert isinstance(culprit, ValueError)
+    assert isinstance(peer, paceline.StepError)
+    assert "ValueError: the needle" in peer.traceback
+
+
+def train_skipping(rank, world, bad):
+    """One batch fails on rank 1; with `skip` the run equals the one that never had it."""
+    join_group()
+    results = []
+    for skip_it in (False, True):
+        torch.manual_seed(0)
+        net = Fails(norm=True)
+        model = paceline.DistributedDataParallel(net, on_error="skip", check_finite=bad == "nan")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            if step == 2 and skip_it:
+                continue
+            with model.all_or_none() as attempt:
+                optimizer.zero_grad()
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+                if step == 2 and rank == 1:
+                    net.where = bad
+                    if bad == "nan":
+                        x = x * float("nan")
+                model(x).square().mean().backward()
+                optimizer.step()
+            net.where = None
+            assert attempt.succeeded == (step != 2)
+        if not skip_it:
+            assert all(p.grad is not None for p in model.parameters())
+        results.append([t.clone() for t in model.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("bad", ["forward", "backward", "nan"])
+def test_skip_leaves_everything_as_if_the_batch_had_not_been(ranks, bad):
+    ranks(2, train_skipping, bad)
+
+
+def non_finite(rank, world):
+    join_group()
+    net = Fails()
+    model = paceline.DistributedDataParallel(net, check_finite=True)
+    model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(
+        paceline.StepError, match=r"non-finite gradient of (first|second)"
+    ) as caught:
+        model(torch.full((2, 4), float("inf") if rank == 0 else 1.0)).sum().backward()
+    assert caught.value.rank == 0
+    model.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_non_finite_gradient_is_named_on_every_rank(ranks):
+    ranks(2, non_finite)
+
+
+def out_of_step(rank, world):
+    join_group()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = paceline.DistributedDataParallel(net)
+    output = model(torch.ones(2, 4))
+    loss = output.sum()
+    call = loss.backward if rank else lambda: model(torch.ones(2, 4))
+    with pytest.raises(paceline.MismatchError, match="rank 0 is at forward, rank 1 is at backward"):
+        call()
+
+
+def test_ranks_at_different_points_are_told_so(ranks):
+    ranks(2, out_of_step)
+
+
+def interrupted(rank, world):
+    """Ctrl-C is not a failure of the step: it goes through at once."""
+    join_group()
+    model = paceline.DistributedDataParallel(Fails(), on_error="skip")
+    with pytest.raises(KeyboardInterrupt), model.all_or_none():
+        raise KeyboardInterrupt
+    model(torch.ones(2, 4)).sum().backward()
+
+
+def test_ctrl_c_passes(ranks):
+    ranks(2, interrupted)

@@ -1,0 +1,344 @@
+"""Six ways to hang: each gets one page that names the right rank and the right cause, in time.
+
+A hang lasts until the test has read the diagnosis, so nothing here depends on how fast the machine
+is.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import pathlib
+import re
+import signal
+import sys
+import time
+
+import pytest
+
+from tests.harness.launched import launched, run_command, wait_for_files, write_script
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 1.0
+# The promise is the limit and two seconds; the rest is for machines that run much else beside these
+# tests.
+IN_TIME_S = LIMIT_S + 2.0 + 8.0
+PATIENCE_S = 100.0
+OPTIONS = (
+    "--stall-after",
+    str(LIMIT_S),
+    "--grace",
+    "2",
+    "--preload=torch,torch.distributed,torch._dynamo",
+)
+
+# python train.py FOLDER BACKEND MEETING LATE HANG...
+TRAINING = """
+    import os, pathlib, signal, sys, threading, time
+    import torch, torch.distributed as dist
+    import paceline
+
+    folder, backend, sync_point, late, *wanted = sys.argv[1:]
+    rank, late = int(os.environ["RANK"]), int(late)
+    if backend == "torch":  # nothing of ours in the script
+        dist.init_process_group("gloo")
+    elif sync_point == "env":
+        paceline.init_process_group(backend, quiet=True)
+    else:
+        paceline.init_process_group(backend, sync_point, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    pathlib.Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
+
+    class Released(BaseException):
+        pass
+
+    def release(*_):
+        raise Released
+
+    signal.signal(signal.SIGUSR2, release)
+    lock = threading.Lock()
+    lock.acquire()
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)
+        def forward(self, x):
+            return self.head(torch.relu(self.body(x)))
+
+    if backend == "torch":
+        def step():
+            dist.all_reduce(torch.ones(3))
+    else:
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(Net())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step():
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+
+    def sleep():
+        time.sleep(600)
+
+    def loop():
+        while True:
+            pass
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def lock_held():
+        lock.acquire()
+
+    def skip():
+        model(torch.ones(4, 8))  # and no backward
+
+    def extra():
+        dist.barrier()
+
+    for _ in range(3):
+        step()
+    for name in wanted:
+        if rank == late:
+            try:
+                globals()[name]()
+            except Released:
+                pass
+            if name == "skip":
+                continue
+        step()
+    if "skip" in wanted:  # the others are a step behind from here on, which shows when there is no further one
+        step()
+        step()
+        dist.barrier()
+    paceline.destroy_process_group()
+"""
+
+# What the sentence says about a late rank, by hang.
+LATE = {
+    "sleep": (", sleeping at train.py:", "in sleep: time.sleep(600)", "Take the sleep out"),
+    "loop": ("running code at train.py:", "in loop: ", "endless loop"),
+    "lock_held": ("waiting for a lock", "in lock_held: lock.acquire()", "Find who holds it"),
+    "stop": ("its process is stopped (SIGSTOP", "kill -CONT "),
+}
+
+
+class Said:
+    """What all processes of a job have written to their standard errors so far."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        self._folder = folder
+        self._read: collections.Counter[str] = collections.Counter()
+
+    def __str__(self) -> str:
+        return "".join(path.read_text() for path in sorted(self._folder.glob("stderr-*")))
+
+    @property
+    def verdicts(self) -> list[str]:
+        return re.findall(r"^diagnosis: (.*)$", str(self), flags=re.MULTILINE)
+
+    @property
+    def seconds(self) -> list[float]:
+        return [
+            float(one)
+            for one in re.findall(r"^paceline: no progress for ([\d.]+) s", str(self), re.MULTILINE)
+        ]
+
+    def wait_for(self, count: int, jobs: list) -> str:
+        """The diagnosis that has come since the one before, once there are so many."""
+        deadline = time.monotonic() + PATIENCE_S
+        while len(self.verdicts) < count:
+            assert time.monotonic() < deadline, self
+            assert all(job.process.poll() is None for job in jobs), self
+            time.sleep(0.05)
+        (latest,) = collections.Counter(self.verdicts) - self._read
+        self._read[latest] += 1
+        return latest
+
+
+@contextlib.contextmanager
+def hanging(folder, backend, late, *hangs, launcher=True, options=OPTIONS):
+    """A job of two ranks that goes from one hang to the next as the test releases it."""
+    script = write_script(folder, TRAINING)
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context((folder / f"stderr-{index}").open("w")) for index in range(2)]
+        if launcher:
+            command = run_command(
+                script, str(folder), backend, "env", str(late), *hangs, options=options
+            )
+            jobs = [stack.enter_context(launched(command, stderr=files[0]))]
+        else:
+            sync_point = (folder / "sync_point").as_uri()
+            command = [
+                sys.executable,
+                str(script),
+                str(folder),
+                backend,
+                sync_point,
+                str(late),
+                *hangs,
+            ]
+            env = {"PACELINE_STALL_AFTER": str(LIMIT_S), "WORLD_SIZE": "2"}
+            jobs = [
+                stack.enter_context(
+                    launched(command, {**env, "RANK": str(rank)}, stderr=files[rank])
+                )
+                for rank in range(2)
+            ]
+        yield jobs, Said(folder)
+        for job in jobs:
+            if job.process.poll() is None:
+                job.process.terminate()
+        for job in jobs:
+            job.wait(PATIENCE_S)
+
+
+def pid_of(folder, rank):
+    path = folder / f"pid-{rank}"
+    wait_for_files(path, timeout=PATIENCE_S)
+    return int(path.read_text())
+
+
+def what_is_said_of_each(folder, backend, late, last, **options):
+    """Four hangs in a row, each released when its diagnosis is there, and a last one that cannot be
+    released.
+    """
+    found = {}
+    with hanging(folder, backend, late, *LATE, last, **options) as (jobs, said):
+        for number, hang in enumerate(LATE):
+            found[hang] = said.wait_for(number + 1, jobs)
+            os.kill(pid_of(folder, late), signal.SIGCONT if hang == "stop" else signal.SIGUSR2)
+        found[last] = said.wait_for(len(LATE) + 1, jobs)
+    return found, said
+
+
+def check_late(found, said, late, where):
+    for hang, expected in LATE.items():
+        assert found[hang].startswith(f"rank {late} has not reached {where}"), (hang, found)
+        for words in expected:
+            assert words in found[hang], (hang, found)
+    assert len(said.verdicts) == len(found)  # each was told once
+    assert all(LIMIT_S <= seconds <= IN_TIME_S for seconds in said.seconds), said
+    # The stack of the late rank, from its own first line to the innermost; a line for each rank.
+    assert "in lock_held\n    lock.acquire()" in str(said)
+    assert (
+        len(
+            re.findall(
+                rf"^>\s+{late}\s+\d+\s+(?:sleeping|running|lock|stopped)\s", str(said), re.MULTILINE
+            )
+        )
+        == 4
+    )
+    assert str(said).count("makes progress again") == 4
+
+
+def check_skipped(sentence, late, forwards):
+    assert sentence.startswith(f"rank {late} has not reached all_reduce of bucket 0 (")
+    counts = (
+        f"{forwards} forwards, {forwards - 1} backwards; rank {1 - late}: {forwards} and {forwards}"
+    )
+    assert f"it has skipped a backward ({counts})" in sentence
+    assert "Call backward on every rank in every step" in sentence
+
+
+def check_extra(sentence, said, late):
+    assert sentence.startswith(f"rank {late} is in barrier (call ")
+    assert f"which rank {1 - late} did not call: it is in all_reduce" in sentence
+    assert "look for a call inside `if rank == ...`" in sentence
+    assert "in extra\n    dist.barrier()" in str(said)  # its stack
+
+
+@pytest.mark.parametrize(("backend", "last"), [("paceline", "skip"), ("gloo", "extra")])
+def test_sleep_loop_lock_and_stop_are_told_apart(tmp_path, backend, last):
+    found, said = what_is_said_of_each(tmp_path, backend, 1, last)
+    check_late(found, said, 1, "all_reduce of bucket 0 (")
+    assert all("head.bias" in found[hang] for hang in LATE)
+    if last == "skip":
+        check_skipped(found[last], 1, forwards=10)
+    else:
+        check_extra(found[last], said, 1)
+
+
+def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_path):
+    found, said = what_is_said_of_each(tmp_path, "torch", 0, "extra")
+    check_late(found, said, 0, "all_reduce (call ")
+    check_extra(found["extra"], said, 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "late", "last"), [("paceline", 1, "extra"), ("gloo", 0, "skip")]
+)
+def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, late, last):
+    """The first rank tells; the next one does if that is stopped itself."""
+    found, said = what_is_said_of_each(tmp_path, backend, late, last, launcher=False)
+    check_late(found, said, late, "all_reduce of bucket 0 (")
+    if last == "skip":
+        check_skipped(found[last], late, forwards=10)
+    else:
+        check_extra(found[last], said, late)
+    told = [(tmp_path / f"stderr-{rank}").read_text().count("diagnosis: ") for rank in (0, 1)]
+    assert told == ([5, 0] if late == 1 else [4, 1])
+
+
+def test_a_rank_that_skips_backward_on_gloo_is_named(tmp_path):
+    with hanging(tmp_path, "gloo", 1, "skip") as (jobs, said):
+        check_skipped(said.wait_for(1, jobs), 1, forwards=6)
+
+
+def test_an_extra_collective_beside_shared_memory_is_named(tmp_path):
+    with hanging(tmp_path, "paceline", 1, "extra") as (jobs, said):
+        check_extra(said.wait_for(1, jobs), said, 1)
+
+
+@pytest.mark.parametrize("backend", ["paceline", "gloo"])
+def test_a_verdict_comes_before_the_groups_own_time_out(tmp_path, backend):
+    """The soft limit is far away here; the group gives up after four seconds."""
+    script = write_script(
+        tmp_path,
+        f"""
+        import datetime, time, torch, torch.distributed as dist, paceline
+        dist.init_process_group({backend!r}, timeout=datetime.timedelta(seconds=4))
+        dist.all_reduce(torch.ones(1))
+        if dist.get_rank() == 1:
+            time.sleep(600)
+        dist.all_reduce(torch.ones(1))
+        """,
+    )
+    options = ("--stall-after=300", "--grace=1", "--preload=torch,torch.distributed")
+    with launched(run_command(script, options=options)) as job:
+        assert job.wait(PATIENCE_S) == 1, job.stderr
+    diagnosis = job.stderr.index(
+        "diagnosis: rank 1 has not reached all_reduce (call 2 of the default group)"
+    )
+    assert diagnosis < job.stderr.index("Traceback")
+    assert "time.sleep(600)" in job.stderr
+    assert "rank 0" in job.last_line
+
+
+@pytest.mark.parametrize(
+    "join", ["paceline.init_process_group()", "torch.distributed.init_process_group('gloo')"]
+)
+def test_a_rank_that_does_not_come_to_the_group_is_named(tmp_path, join):
+    script = write_script(
+        tmp_path,
+        f"""
+        import os, time, torch, torch.distributed, paceline
+        if os.environ["RANK"] == "1":
+            time.sleep(600)
+        {join}
+        """,
+    )
+    with (
+        (tmp_path / "stderr-0").open("w") as file,
+        launched(run_command(script, options=OPTIONS), stderr=file) as job,
+    ):
+        sentence = Said(tmp_path).wait_for(1, [job])
+        job.process.terminate()
+        job.wait(PATIENCE_S)
+    assert sentence.startswith(
+        "rank 1 has not reached init_process_group; it is in its start since"
+    )
+    assert "time.sleep(600)" in sentence

@@ -1,0 +1,181 @@
+"""Pages: what is written is what another process reads; nothing stays."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paceline.diagnostics.process_state import Activity, activity_of
+from paceline.errors import ConfigError
+from paceline.telemetry import stack_dump
+from paceline.telemetry.recorder import Recorder, group_number
+from paceline.telemetry.status_page import PHASES, Field, Phase, WaitLabel, find_pages, read_page
+from paceline.telemetry.variables import stall_after_s
+
+
+@pytest.fixture
+def recorder():
+    one = Recorder()
+    one.open_page(job="job-of-test", rank=3, world=8)
+    yield one
+    one.close_page()
+
+
+def test_a_page_says_what_was_noted(recorder):
+    recorder.phase(Phase.LOADER)
+    recorder.count(Field.FORWARDS)
+    page = read_page(os.getpid())
+    assert (page.rank, page.world, page.job, page.phase, page.call) == (
+        3,
+        8,
+        "job-of-test",
+        Phase.LOADER,
+        None,
+    )
+    assert page.forwards == 1
+    assert 0 <= time.monotonic_ns() - page.phase_since_ns < 60 * 10**9
+    assert [found.pid for found in find_pages("job-of-test")] == [os.getpid()]
+
+
+def test_a_call_is_on_the_page_while_it_lasts(recorder):
+    place = WaitLabel("all_reduce", "Net", group_number("Net"), (0, 3), "a.weight, a.bias").packed()
+    recorder.phase(Phase.BACKWARD)
+    recorder.enter(place, 12, 4)
+    page = read_page(os.getpid())
+    assert page.call.words == "all_reduce of bucket 4 (a.weight, a.bias)"
+    assert (page.call.members, page.call.key, page.phase) == (
+        (0, 3),
+        (group_number("Net"), 12, "all_reduce"),
+        Phase.SYNCHRONISE,
+    )
+    recorder.enter(WaitLabel("barrier").packed(), 1)  # inside the wait: part of it
+    recorder.leave()
+    assert read_page(os.getpid()).call is not None
+    recorder.leave()
+    page = read_page(os.getpid())
+    assert (page.call, page.phase) == (None, Phase.BACKWARD)
+    (sync_point,) = page.sync_points
+    assert (sync_point.group, sync_point.number) == (group_number("Net"), 12)
+    assert sync_point.spent_ns[Phase.SYNCHRONISE] == sync_point.left_ns - sync_point.arrived_ns
+
+
+def test_only_the_latest_meetings_are_kept(recorder):
+    place = WaitLabel("barrier", "g", 1).packed()
+    for number in range(300):
+        with recorder.waiting(place, number):
+            pass
+    numbers = [sync_point.number for sync_point in read_page(os.getpid()).sync_points]
+    assert numbers == list(range(300 - len(numbers), 300))
+
+
+@settings(max_examples=20)
+@given(st.text(max_size=3000), st.lists(st.integers(0, 10**6), max_size=300))
+def test_names_of_any_length_fit(names, members):
+    one = Recorder()
+    one.enter(WaitLabel("all_reduce", "Net", 1, tuple(members), names).packed(), 1, 0)
+    one.page.share()
+    try:
+        one.page.identify(job="j" * 200, script="s" * 500, rank=0, world=1)
+        page = read_page(os.getpid())
+        assert page.call is not None
+        assert page.call.kind == "all_reduce"
+    finally:
+        one.page.unshare()
+
+
+def test_a_forked_child_neither_writes_nor_shows_the_page(recorder):
+    pid = os.fork()
+    if pid == 0:
+        recorder.after_fork()
+        recorder.phase(Phase.SAVE)
+        os._exit(0 if read_page(os.getpid()) is None else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert read_page(os.getpid()).phase is Phase.STARTING
+
+
+def test_a_closed_page_is_gone():
+    one = Recorder()
+    one.open_page(job="gone", rank=0, world=1)
+    one.close_page()
+    one.phase(Phase.FORWARD)
+    assert read_page(os.getpid()) is None
+    assert one.current == Phase.FORWARD
+
+
+def test_time_goes_to_the_phase_it_was_spent_in(recorder):
+    recorder.phase(Phase.FORWARD)
+    time.sleep(0.03)
+    with recorder.during(Phase.SAVE):
+        time.sleep(0.01)
+    with recorder.waiting(WaitLabel("barrier").packed(), 1):
+        pass
+    (sync_point,) = read_page(os.getpid()).sync_points
+    assert sync_point.spent_ns[Phase.FORWARD] >= 0.03e9
+    assert sync_point.spent_ns[Phase.SAVE] >= 0.01e9
+    assert len(sync_point.spent_ns) == len(PHASES)
+
+
+def test_stacks_come_from_a_process_that_does_not_cooperate(tmp_path):
+    script = tmp_path / "stuck.py"
+    script.write_text(
+        "import sys\n"
+        "from paceline.telemetry.recorder import recorder\n"
+        "recorder.open_page(job='stuck', rank=0, world=1)\n"
+        "def spin():\n"
+        "    print('ready', flush=True)\n"
+        "    while True: pass\n"
+        "spin()\n"
+    )
+    process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE)
+    try:
+        assert process.stdout.readline() == b"ready\n"
+        page = read_page(process.pid)
+        deadline = time.monotonic() + 10
+        while (
+            stack := stack_dump.main_stack(stack_dump.ask(page), page)
+        ).innermost.code != "while True: pass":
+            assert time.monotonic() < deadline, stack  # at first it may still be printing
+        assert [frame.function for frame in stack.frames] == ["spin", "<module>"]
+        assert activity_of(page.pid, page.main_tid) is Activity.RUNNING
+        process.send_signal(signal.SIGSTOP)
+        while activity_of(page.pid, page.main_tid) is not Activity.STOPPED:
+            assert time.monotonic() < deadline
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    assert activity_of(page.pid, page.main_tid) is Activity.ENDED
+    assert read_page(page.pid) is None
+
+
+def test_a_process_that_does_not_expect_the_signal_is_left_alone(recorder):
+    page = read_page(os.getpid())
+    other = subprocess.Popen(
+        [sys.executable, "-c", "print('ready', flush=True); input()"], stdin=-1, stdout=-1
+    )
+    try:
+        assert other.stdout.readline() == b"ready\n"
+        assert stack_dump.ask(dataclasses.replace(page, pid=other.pid)) == []
+        assert other.poll() is None
+    finally:
+        other.communicate(b"\n")
+    assert other.returncode == 0
+
+
+@pytest.mark.parametrize(("text", "seconds"), [(None, 30.0), ("", 30.0), ("2.5", 2.5), ("0", 0.0)])
+def test_the_soft_limit(text, seconds):
+    assert stall_after_s(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["soon", "-1"])
+def test_a_wrong_soft_limit_is_refused(text):
+    with pytest.raises(ConfigError, match="PACELINE_STALL_AFTER"):
+        stall_after_s(text)
