@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -76,5 +78,17 @@ def test_stores_and_devices_of_groups():
         assert internals.default_store() is not None
         assert internals.store_of(group) is not None
         assert "cpu" in internals.device_types_of(group)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_timeouts_of_groups():
+    timeout = datetime.timedelta(seconds=7)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert set(internals.timeouts_of(group)) == {timeout}
     finally:
         dist.destroy_process_group()

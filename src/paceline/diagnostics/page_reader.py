@@ -15,6 +15,7 @@ import struct
 import time
 from collections.abc import Iterator
 
+from paceline._linux import process_ids
 from paceline.telemetry.status_page import (
     CALL_AT,
     JOB_AT,
@@ -149,12 +150,10 @@ def find_pages(job: str | None = None) -> list[StatusPage]:
 
 def _own_processes() -> Iterator[int]:
     user = os.geteuid()
-    with os.scandir("/proc") as entries:
-        for entry in entries:
-            if entry.name.isdigit():
-                with contextlib.suppress(OSError):
-                    if entry.stat().st_uid == user:
-                        yield int(entry.name)
+    for pid in process_ids():
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == user:
+                yield pid
 
 
 def _open_page(pid: int) -> int | None:

@@ -12,6 +12,8 @@ import enum
 import pathlib
 import platform
 
+from paceline._linux import read_stat
+
 __all__ = ["Activity", "activity_of"]
 
 # System calls by number, for kernels that do not show `wchan`.
@@ -65,20 +67,15 @@ class Activity(enum.Enum):
 
 def activity_of(pid: int, tid: int) -> Activity:
     """What a thread is doing at this moment."""
-    state = _state(f"/proc/{pid}/stat")
-    if state is None or state in "ZX":
+    process = read_stat(pid)
+    if process is None or process.has_ended:
         return Activity.ENDED
-    if state in "Tt":
+    if process.is_stopped:
         return Activity.STOPPED
-    if _state(f"/proc/{pid}/task/{tid}/stat") == "R":
+    thread = read_stat(pid, tid)
+    if thread is not None and thread.state == "R":
         return Activity.RUNNING
     return _activity_in(_kernel_function(f"/proc/{pid}/task/{tid}"))
-
-
-def _state(path: str) -> str | None:
-    with contextlib.suppress(OSError, IndexError):
-        return pathlib.Path(path).read_text().rpartition(")")[2].split()[0]
-    return None
 
 
 def _kernel_function(task: str) -> str:

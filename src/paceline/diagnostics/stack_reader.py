@@ -12,12 +12,12 @@ import contextlib
 import dataclasses
 import linecache
 import os
-import pathlib
 import re
 import shutil
 import subprocess
 import time
 
+from paceline._linux import catches_signal, open_descriptor_of, read_stat
 from paceline.diagnostics.page_reader import StatusPage
 from paceline.telemetry.stack_dump import DUMP_SIGNAL
 
@@ -97,9 +97,10 @@ class Stack:
 
 def request_stacks(page: StatusPage) -> list[Stack]:
     """The stacks of a rank's threads; an empty list if it cannot answer (it is stopped or gone)."""
-    if not _is_stopped(page.pid) and _catches_signal(page.pid):
+    stat = read_stat(page.pid)
+    if stat is not None and not stat.is_stopped and catches_signal(page.pid, DUMP_SIGNAL):
         with contextlib.suppress(OSError):
-            descriptor = os.open(f"/proc/{page.pid}/fd/{page.stacks_fd}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = open_descriptor_of(page.pid, page.stacks_fd)
             try:
                 os.ftruncate(descriptor, 0)
                 os.kill(page.pid, DUMP_SIGNAL)
@@ -117,20 +118,6 @@ def main_stack(stacks: list[Stack], page: StatusPage) -> Stack | None:
         if stack.thread == page.main_thread:
             return stack
     return stacks[0] if stacks else None
-
-
-def _catches_signal(pid: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
-        mask = next(line for line in lines if line.startswith("SigCgt:")).split()[1]
-        return bool(int(mask, 16) >> (DUMP_SIGNAL - 1) & 1)
-    return False
-
-
-def _is_stopped(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
-    return True
 
 
 def _read_answer(descriptor: int) -> str:

@@ -128,14 +128,9 @@ def _members(group: ProcessGroup) -> tuple[int, ...]:
 
 def _timeout_ns(group: ProcessGroup) -> int:
     """The shortest timeout of a group's backends; 0 if none is known."""
-    timeouts = []
-    # A group that was made by hand has no backends to ask.
-    with contextlib.suppress(AttributeError, RuntimeError):
-        for device in group._device_types:
-            options = getattr(group._get_backend(device), "options", None)
-            if (timeout := getattr(options, "_timeout", None)) is not None:
-                timeouts.append(int(timeout.total_seconds() * 1e9))
-    return min(timeouts, default=0)
+    from paceline._torch_internals import timeouts_of
+
+    return min((int(timeout.total_seconds() * 1e9) for timeout in timeouts_of(group)), default=0)
 
 
 class CollectiveRecorder:
@@ -167,7 +162,8 @@ class CollectiveRecorder:
     def install(self) -> None:
         """Begin to record, also on groups that exist already."""
         import torch.distributed as dist
-        from torch._C._distributed_c10d import Work
+
+        from paceline._torch_internals import Work
 
         group_classes: tuple[type, ...] = (dist.ProcessGroup, *self._group_classes)
         for group_class in group_classes:

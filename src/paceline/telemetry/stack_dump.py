@@ -13,6 +13,8 @@ import fcntl
 import os
 import signal
 
+from paceline._linux import anonymous_memory
+
 __all__ = ["DUMP_SIGNAL", "StackDump"]
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to users, and to requests to save.
@@ -24,7 +26,7 @@ class StackDump:
     """Answers requests for stacks from its creation until `close`."""
 
     def __init__(self) -> None:
-        self.descriptor = os.memfd_create(_MEMFD_NAME, os.MFD_CLOEXEC)
+        self.descriptor = anonymous_memory(_MEMFD_NAME)
         # In append mode whoever asks can truncate the memory first, and the offset follows.
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_APPEND)

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 
+from paceline._linux import anonymous_memory
 from paceline.telemetry.variables import SCRIPT
 
 __all__ = [
@@ -183,8 +184,7 @@ class PageMemory:
 
     def share(self) -> None:
         """Make the page visible to other processes of this user, with what it holds already."""
-        descriptor = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, PAGE_BYTES)
+        descriptor = anonymous_memory(MEMFD_NAME, PAGE_BYTES)
         mapping = mmap.mmap(descriptor, PAGE_BYTES)
         memory = memoryview(mapping)
         memory[:] = self.memory

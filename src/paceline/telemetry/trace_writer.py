@@ -20,6 +20,7 @@ import struct
 import time
 from collections.abc import Sequence
 
+from paceline._linux import boot_id
 from paceline.telemetry.status_page import Phase, script_name
 
 __all__ = [
@@ -133,11 +134,7 @@ class TraceWriter:
 
 def _boot_number() -> int:
     """Equal for processes that share a monotonic clock."""
-    try:
-        text = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text()
-        return int(text.replace("-", "")[:15], 16)
-    except OSError:
-        return 0
+    return int(boot_id().replace("-", "")[:15], 16)
 
 
 assert max(Phase) < min(Kind)
