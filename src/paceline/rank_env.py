@@ -18,12 +18,13 @@ and nobody would know.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
 
-__all__ = ["RankEnv", "find_rank_env", "expand_hostlist"]
+__all__ = ["RankEnv", "find_rank_env", "current_rank_and_world", "expand_hostlist"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,3 +274,18 @@ def _expand_brackets(item: str) -> list[str]:
         ]
         expanded += [host for name in names for host in _expand_brackets(name)]
     return expanded
+
+
+def current_rank_and_world() -> tuple[int, int]:
+    """This process's rank and world size: of the default group if there is one, else what the
+    launcher's variables say, else 0 of 1.
+
+    Raises:
+        ConfigError: there is no group and the variables are half set or contradict themselves.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    environment = find_rank_env(os.environ)
+    return environment.rank, environment.world_size

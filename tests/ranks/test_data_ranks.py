@@ -64,6 +64,20 @@ def test_rank_and_world_size_come_from_the_group(world):
         assert one["sum"] == found[0]["sum"]
 
 
+def evaluated_before_init(rank, world):
+    evaluation = Evaluation(dataset(), 5)
+    init_group("gloo")
+    for _, index in evaluation:
+        evaluation.collect(index=index)
+    indices = evaluation.result().outputs["index"].tolist()
+    dist.destroy_process_group()
+    return indices
+
+
+def test_an_evaluation_made_before_init_exchanges_through_the_group():
+    assert run_ranks(2, evaluated_before_init, timeout=100) == [list(range(LENGTH))] * 2
+
+
 def in_a_subgroup(rank, world):
     init_group("gloo")
     group = dist.new_group([1, 2])

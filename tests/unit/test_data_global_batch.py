@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from paceline import ConfigError, GlobalBatchSampler
 from paceline.data import share_of
-from paceline.data.shares import find_rank
+from paceline.data.shares import resolve_rank
 
 
 def samplers(world, length, batch_size, **options):
@@ -269,14 +269,14 @@ def test_with_torch_s_own_loader():
 def test_rank_and_world_size_come_from_the_launcher_before_there_is_a_group(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert find_rank(None, None) == (0, 1)
+    assert resolve_rank(None, None) == (0, 1)
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert find_rank(None, None) == (2, 3)
+    assert resolve_rank(None, None) == (2, 3)
     assert GlobalBatchSampler(10, 3).rank == 2
     monkeypatch.setenv("RANK", "three")
     with pytest.raises(ConfigError, match="three"):
-        find_rank(None, None)
+        resolve_rank(None, None)
 
 
 @pytest.mark.parametrize(

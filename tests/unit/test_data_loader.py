@@ -182,7 +182,7 @@ def test_seeding_can_be_left_out_and_is_where_nothing_is_drawn():
     assert rows(DataLoader(Noisy(), 5, seed_samples=False)) != values
     plain = DataLoader(TensorDataset(torch.arange(7)), 3)
     assert [batch[0].tolist() for batch in plain] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert plain._plan._seed is None
+    assert plain._requests._seed is None
 
 
 def test_collate_draws_are_reproducible():

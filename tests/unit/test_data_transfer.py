@@ -59,7 +59,7 @@ def test_the_next_copy_is_under_way_when_a_batch_is_handed_out(monkeypatch):
         torch.accelerator, "current_stream", lambda device: Recorder(log, "compute")
     )
     monkeypatch.setattr(torch, "Stream", lambda device: Recorder(log, "copies"))
-    for (received,) in device_prefetch.on_device(
+    for (received,) in device_prefetch.prefetch_to_device(
         ([batch(log, number)] for number in range(3)), device
     ):
         log.append(f"step {received.number}")
@@ -78,6 +78,6 @@ def test_auto_is_the_rank_s_current_device(monkeypatch):
         torch.accelerator, "current_accelerator", lambda check_available: torch.device("cuda")
     )
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    assert device_prefetch.find_device("auto") == torch.device("cuda", 3)
+    assert device_prefetch.resolve_device("auto") == torch.device("cuda", 3)
     assert device_prefetch.is_accelerator(torch.device("cuda", 1))
     assert not device_prefetch.is_accelerator(torch.device("cpu"))

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from paceline.errors import ConfigError
 
-__all__ = ["find_device", "is_accelerator", "on_device"]
+__all__ = ["resolve_device", "is_accelerator", "prefetch_to_device"]
 
 
-def find_device(device: torch.device | str | int | None) -> torch.device | None:
-    """The device meant: "auto" is this rank's current accelerator, or the CPU without one."""
+def resolve_device(device: torch.device | str | int | None) -> torch.device | None:
+    """The torch device that `device` names.
+
+    "auto" is this rank's current accelerator, or the CPU without one; None stays None.
+
+    Raises:
+        ConfigError: torch knows no such device.
+    """
     if device is None:
         return None
     if device == "auto":
@@ -25,7 +31,7 @@ def find_device(device: torch.device | str | int | None) -> torch.device | None:
         return torch.device(device)
     except RuntimeError as error:
         raise ConfigError(
-            f'device={device!r} is none: {error}. Use "auto", None or a torch device'
+            f'device={device!r} is no device: {error}. Use "auto", None or a torch device'
         ) from error
 
 
@@ -35,40 +41,47 @@ def is_accelerator(device: torch.device | None) -> bool:
     return device is not None and accelerator is not None and device.type == accelerator.type
 
 
-def on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    """The same batches on `device`. On an accelerator, the next one is already under way when one
-    is handed out.
+def prefetch_to_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    """The same batches on `device`. On an accelerator, the copy of the next batch has been started
+    when a batch is yielded.
     """
     if not is_accelerator(device):
         return (_moved(batch, device, non_blocking=False) for batch in batches)
-    return _ahead(batches, device)
+    return _prefetched(batches, device)
 
 
-def _ahead(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    copies = torch.Stream(device)
-    waiting: tuple[Any, Any, torch.Event] | None = None
+def _prefetched(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    copy_stream = torch.Stream(device)
+    pending: _PendingCopy | None = None
     for batch in batches:
-        # 1. start the copy of this batch on the stream for copies
-        with copies:
-            moved = _moved(batch, device, non_blocking=True)
-            done = copies.record_event()
-        # 2. hand out the one before; the host's tensors are kept until its copy is ordered before
-        # their reuse
-        if waiting is not None:
-            yield _received(waiting, device)
-        waiting = (batch, moved, done)
-    if waiting is not None:
-        yield _received(waiting, device)
+        # 1. Start the copy of this batch on the copy stream.
+        with copy_stream:
+            copy = _moved(batch, device, non_blocking=True)
+            copied = copy_stream.record_event()
+        # 2. Yield the batch before. Its host tensors are kept until the copy is ordered before
+        # their reuse.
+        if pending is not None:
+            yield pending.ready_on(device)
+        pending = _PendingCopy(batch, copy, copied)
+    if pending is not None:
+        yield pending.ready_on(device)
 
 
-def _received(waiting: tuple[Any, Any, torch.Event], device: torch.device) -> Any:
-    """A batch whose copy is under way, safe to use on the stream that computes."""
-    _, moved, done = waiting
-    computing = torch.accelerator.current_stream(device)
-    computing.wait_event(done)
-    for tensor in _tensors(moved):
-        tensor.record_stream(computing)  # its memory came from the other stream's pool
-    return moved
+class _PendingCopy(NamedTuple):
+    """A batch that is being copied: the host's tensors, the device's, and the end of the copy."""
+
+    source: Any
+    copy: Any
+    copied: torch.Event
+
+    def ready_on(self, device: torch.device) -> Any:
+        """The copy, safe to use on the device's current stream."""
+        compute_stream = torch.accelerator.current_stream(device)
+        compute_stream.wait_event(self.copied)
+        for tensor in _tensors(self.copy):
+            # Its memory came from the copy stream's pool, which must not reuse it too early.
+            tensor.record_stream(compute_stream)
+        return self.copy
 
 
 def _moved(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
@@ -82,8 +95,7 @@ def _moved(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
         return type(batch)(_moved(part, device, non_blocking=non_blocking) for part in batch)
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=non_blocking)
-    # Batches of other libraries follow torch's manner of moving; what has no `to` stays where it
-    # is.
+    # Batches of other libraries have a `to` as torch's tensors do; what has none stays where it is.
     return batch.to(device) if hasattr(batch, "to") else batch
 
 
