@@ -3,8 +3,8 @@
 How a collated batch depends on the number of samples is read off two of them, of one sample and of
 the same sample twice. A dimension or list that grows from 1 to 2 had one entry for each sample and
 is cut to 0; one that grows from 7 to 14 held seven entries of a sample and is cut to 0; one that
-grows from 2 to 3 (for example offsets) is cut to 1; and what does not grow is kept. In short: a size s of
-one sample and t of two is 2 s - t of none.
+grows from 2 to 3 (for example offsets) is cut to 1; and what does not grow is kept. In short: a
+size that is s for one sample and t for two is 2 s - t for none.
 """
 
 from __future__ import annotations

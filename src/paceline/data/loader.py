@@ -40,7 +40,7 @@ _LOADER = int(Phase.LOADER)
 
 
 class SupportsNoMoreData(Protocol):
-    """A model that must know when its rank has run out of data, so that the other ranks can go on."""
+    """A model that must know when its rank has run out of data, so that other ranks can go on."""
 
     def no_more_data(self, optimizer: Any = ..., /) -> object:
         """Take part in the other ranks' steps until they have run out of data as well."""

@@ -83,8 +83,8 @@ class WeightedOrder:
             or not values.any()
         ):
             raise ConfigError(
-                "weights must be one finite number for each sample, none negative and not all zero, "
-                f"found shape {values.shape}, smallest {values.min(initial=np.inf)}, "
+                "weights must be one finite number for each sample, none negative and not all "
+                f"zero, found shape {values.shape}, smallest {values.min(initial=np.inf)}, "
                 f"largest {values.max(initial=-np.inf)}"
             )
         self.length, self.seed = draws, seed

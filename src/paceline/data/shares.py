@@ -81,7 +81,7 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def check_batch_size(batch_size: int, world_size: int) -> int:
-    """The global batch size unchanged, if every rank gets a sample; raises `ConfigError` otherwise."""
+    """The batch size unchanged, if every rank gets a sample; raises `ConfigError` otherwise."""
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
     if batch_size < world_size:
