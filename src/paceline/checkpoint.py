@@ -24,9 +24,9 @@ import os
 import pathlib
 import pickle
 import tempfile
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from paceline._state_dict import align_names
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.launch.agreement import exchange
 from paceline.telemetry.recorder import group_number, recorder
@@ -149,7 +149,7 @@ def _restore(name: str, target: Any, state: Any, strict: bool) -> None:
 
     target = _unwrapped(target)
     if isinstance(target, nn.Module):
-        target.load_state_dict(_without_prefix(state), strict=strict)
+        target.load_state_dict(align_names(state, target.state_dict()), strict=strict)
     elif hasattr(target, "load_state_dict"):
         target.load_state_dict(state)
     else:
@@ -169,15 +169,6 @@ def _unwrapped(value: Any) -> Any:
     }:
         value = value.module
     return value
-
-
-def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Names as the bare module has them: checkpoints of wrapped modules, written by other tools,
-    have `module.` in front.
-    """
-    if state and all(name.startswith("module.") for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
-    return state
 
 
 # --- the file --------------------------------------------------------------------------------
@@ -274,11 +265,10 @@ class _RankAgreement:
 
         self.rank, self._world_size, self._store = 0, 1, None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            from torch._C._distributed_c10d import PrefixStore
-            from torch.distributed.distributed_c10d import _get_default_store
+            from paceline._torch_internals import PrefixStore, default_store
 
             self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
-            self._store = PrefixStore("paceline/checkpoint", _get_default_store())
+            self._store = PrefixStore("paceline/checkpoint", default_store())
         self._call = f"paceline.{verb}({os.fspath(path)!r})"
         self._key = f"{verb}/{next(_call_numbers)}"
         self._timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()

@@ -78,3 +78,14 @@ def test_stores_and_devices_of_groups():
         assert "cpu" in internals.device_types_of(group)
     finally:
         dist.destroy_process_group()
+
+
+def test_worker_info_can_be_hidden_from_a_dataset_in_a_worker():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            with internals.hidden_worker_info():
+                hidden = torch.utils.data.get_worker_info() is None
+            yield hidden, torch.utils.data.get_worker_info() is None
+
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None, num_workers=1)
+    assert list(loader) == [[True, False]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from paceline._pytree import flatten, tensors_in, unflatten
 from paceline.errors import ConfigError
 
 __all__ = ["resolve_device", "is_accelerator", "prefetch_to_device"]
@@ -78,33 +79,34 @@ class _PendingCopy(NamedTuple):
         """The copy, safe to use on the device's current stream."""
         compute_stream = torch.accelerator.current_stream(device)
         compute_stream.wait_event(self.copied)
-        for tensor in _tensors(self.copy):
+        for tensor in tensors_in(self.copy):
             # Its memory came from the copy stream's pool, which must not reuse it too early.
-            tensor.record_stream(compute_stream)
+            if tensor.device.type == device.type:
+                tensor.record_stream(compute_stream)
         return self.copy
 
 
-def _moved(batch: Any, device: torch.device, *, non_blocking: bool) -> Any:
-    if isinstance(batch, Mapping):
-        return {
-            name: _moved(part, device, non_blocking=non_blocking) for name, part in batch.items()
-        }
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_moved(part, device, non_blocking=non_blocking) for part in batch))
-    if isinstance(batch, list | tuple):
-        return type(batch)(_moved(part, device, non_blocking=non_blocking) for part in batch)
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=non_blocking)
-    # Batches of other libraries have a `to` as torch's tensors do; what has none stays where it is.
-    return batch.to(device) if hasattr(batch, "to") else batch
+@runtime_checkable
+class _SupportsTo(Protocol):
+    """Tensors, and batches of other libraries that move themselves as tensors do."""
+
+    def to(self, device: torch.device) -> object: ...
 
 
-def _tensors(batch: Any) -> Iterator[torch.Tensor]:
-    if isinstance(batch, torch.Tensor):
-        yield batch
-    elif isinstance(batch, Mapping):
-        for part in batch.values():
-            yield from _tensors(part)
-    elif isinstance(batch, list | tuple):
-        for part in batch:
-            yield from _tensors(part)
+def _moved(batch: object, device: torch.device, *, non_blocking: bool) -> Any:
+    spec, leaves = flatten(batch, (_SupportsTo,))
+    return unflatten(spec, [_moved_leaf(leaf, device, non_blocking) for leaf in leaves])
+
+
+def _moved_leaf(leaf: object, device: torch.device, non_blocking: bool) -> Any:
+    """A leaf on `device`; what can neither be moved nor looked into stays where it is."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(device, non_blocking=non_blocking)
+    if isinstance(leaf, _SupportsTo):
+        return leaf.to(device)
+    # Containers that cannot be rebuilt as what they are: any mapping will do for a batch.
+    if isinstance(leaf, Mapping):
+        return _moved(dict(leaf), device, non_blocking=non_blocking)
+    if isinstance(leaf, list | tuple):
+        return type(leaf)(_moved(part, device, non_blocking=non_blocking) for part in leaf)
+    return leaf

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.utils.data._utils.worker as torch_worker
 from torch.utils.data import IterableDataset, get_worker_info
 
+from paceline._torch_internals import hidden_worker_info
 from paceline.data.position import Position, check_state
 from paceline.data.rng import check_seed, derive_keys
 from paceline.data.seeding import RngState, isolated_rng, sample_seeds, seed_all
@@ -195,13 +194,13 @@ class _RecordReader:
     """Reads the stream as if there were one rank and no workers, with random numbers of its own.
 
     Ranks would read different streams if the source's random numbers depended on who transforms
-    which sample.
+    which sample, and samples would be lost if the source yielded only its worker's part.
     """
 
     def __init__(self, source: Any, epoch: int, skip: int, seed: int) -> None:
         if hasattr(source, "set_epoch"):
             source.set_epoch(epoch)
-        with isolated_rng(), _hidden_worker_info():
+        with isolated_rng(), hidden_worker_info():
             seed_all(int(derive_keys("stream", seed, epoch, 1)[0]))
             if skip and hasattr(source, "skip"):
                 self._iterator = iter(source.skip(skip))
@@ -213,20 +212,8 @@ class _RecordReader:
 
     def take(self, count: int) -> list[Any]:
         """The next `count` records, or as many as are left."""
-        with isolated_rng(), _hidden_worker_info():
+        with isolated_rng(), hidden_worker_info():
             self._rng_state.restore()
             records = list(itertools.islice(self._iterator, count))
             self._rng_state = RngState()
         return records
-
-
-@contextlib.contextmanager
-def _hidden_worker_info() -> Iterator[None]:
-    """Hide from the source that it runs in a worker: many would yield only that worker's part, and
-    samples would be lost.
-    """
-    hidden, torch_worker._worker_info = torch_worker._worker_info, None
-    try:
-        yield
-    finally:
-        torch_worker._worker_info = hidden
