@@ -5,6 +5,7 @@ and after.
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
@@ -48,26 +49,24 @@ LAUNCHERS = {
 
 
 def data():
-    import torch
-
     return TensorDataset(torch.arange(64))
 
 
-def sampler_place():
+def rank_of_distributed_sampler():
     sampler = DistributedSampler(data())
     return sampler.rank, sampler.num_replicas
 
 
-def place_of(made):
-    return made.rank, made.world_size
+def rank_of(source):
+    return source.rank, source.world_size
 
 
 USERS = {
-    "DistributedSampler": sampler_place,
-    "GlobalBatchSampler": lambda: place_of(GlobalBatchSampler(64, 8)),
-    "ShardedIterable": lambda: place_of(ShardedIterable(range(64), 8)),
-    "DataLoader": lambda: place_of(DataLoader(data(), 8).batch_sampler),
-    "Evaluation": lambda: place_of(Evaluation(data(), 8)),
+    "DistributedSampler": rank_of_distributed_sampler,
+    "GlobalBatchSampler": lambda: rank_of(GlobalBatchSampler(64, 8)),
+    "ShardedIterable": lambda: rank_of(ShardedIterable(range(64), 8)),
+    "DataLoader": lambda: rank_of(DataLoader(data(), 8).batch_sampler),
+    "Evaluation": lambda: rank_of(Evaluation(data(), 8)),
     "current_rank_and_world": current_rank_and_world,
 }
 
@@ -108,7 +107,7 @@ def test_a_single_process_has_rank_0_of_1():
     found = {user: make() for user, make in USERS.items() if user != "DistributedSampler"}
     assert set(found.values()) == {(0, 1)}
     with pytest.raises(ConfigError, match="init_process_group"):
-        sampler_place()  # as torch's does
+        rank_of_distributed_sampler()  # as torch's does
 
 
 @pytest.mark.parametrize("user", USERS)
