@@ -119,7 +119,7 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         for step in itertools.count(1):
             weights = {"w": torch.full((300_000,), float(step))}
             paceline.save(tmp_path / "last.pt", model=weights, step=step)
-            (tmp_path / "saved").touch()
+            (tmp_path / "saved").write_text("saved")
 
     def kill(moment, pids):
         wait_for_files(tmp_path / "saved")
