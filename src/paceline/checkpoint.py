@@ -79,6 +79,7 @@ def save(
                 content = {name: _state_of(name, value) for name, value in state.items()}
                 _write(pathlib.Path(path), content)
     except Exception as error:
+        # The peers wait for the file: they must learn that it will not come.
         ranks.share_outcome(f"{type(error).__name__}: {error}")
         raise
     ranks.share_outcome("")
@@ -131,6 +132,8 @@ def _state_of(name: str, value: Any) -> Any:
     value = _unwrapped(value)
     if hasattr(value, "state_dict"):
         return value.state_dict()
+    # An object of the script's own class would be refused when the file is checked, with a message
+    # about pickling; this one says what to do.
     if (
         hasattr(value, "__dict__")
         and not dataclasses.is_dataclass(value)
@@ -185,6 +188,7 @@ def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
             torch.save({"paceline": _FORMAT, "state": content}, file)
             file.flush()
             os.fsync(file.fileno())
+        # Before the rename: the previous checkpoint stays where this one is of no use.
         _check_readable(temporary)
         _give_default_permissions(temporary)
         os.replace(temporary, path)

@@ -221,6 +221,7 @@ def _contestants(
             times = []
             for _ in range(repetitions):
                 data.fill_(rank + 1)
+                # So that nobody's time contains the peers' preparations.
                 dist.barrier()
                 start = time.perf_counter()
                 call()
@@ -292,6 +293,7 @@ def _take_turns(contestants: dict[str, _Turn], rounds: int, seconds: float) -> d
     import torch
     import torch.distributed as dist
 
+    # A trial decides how many repetitions make a turn of about `seconds`; it warms up as well.
     repetitions = {}
     for name, turn in contestants.items():
         trial = torch.tensor([max(turn(2))])
@@ -314,6 +316,7 @@ def _mpi_ranks(ranks: int, directory: str, options: argparse.Namespace) -> Itera
     if options.no_mpi or shutil.which("mpirun") is None or not _has_mpi4py():
         yield False
         return
+    # Pipes rather than MPI's own waiting, which spins and would take the cores from the others.
     for rank in range(ranks):
         os.mkfifo(f"{directory}/to-{rank}")
         os.mkfifo(f"{directory}/from-{rank}")

@@ -142,6 +142,8 @@ def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dic
         steps[variant] = _make_step(build(), case.batch(), barrier)
         for _ in range(4):
             steps[variant]()
+    # Interleaved, so that a busy moment of the machine hits all variants alike. The barrier lets
+    # ranks start together; the first step after it is not timed.
     best: dict[str, float] = dict.fromkeys(variants, float("inf"))
     for _ in range(rounds):
         for variant, step in steps.items():
@@ -206,13 +208,14 @@ def _single_process_cost() -> float:
     plain = case.build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
     wrapped = paceline.DistributedDataParallel(plain, process_group=single_rank_group)
-    # One model, one memory: only the call differs.
+    # Both train the same parameters with the same optimizer: only the call differs.
     models = {"plain": plain, "wrapped": wrapped}
     steps = {
         name: _make_step(model, case.batch(), optimizer=optimizer) for name, model in models.items()
     }
     ratios = []
     for pair in range(400):
+        # Alternately first and second: whatever the first one leaves in the caches helps both.
         order = list(steps) if pair % 2 else list(reversed(steps))
         times = {name: _mean_step_us(steps[name], 10) for name in order}
         ratios.append(times["wrapped"] / times["plain"])

@@ -68,6 +68,7 @@ def _measure(ranks: int, repeats: int) -> dict[str, float]:
     }
     best = dict.fromkeys(commands, float("inf"))
     for _ in range(repeats):
+        # In turn, so that a busy moment of the machine hits both alike.
         for name, command in commands.items():
             best[name] = min(best[name], _time_to_first_step(command, ranks))
     return best

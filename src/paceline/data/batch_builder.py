@@ -59,6 +59,7 @@ class MapBatchBuilder(Dataset[Any]):
     def __getitem__(self, request: BatchRequest) -> Any:
         with contextlib.nullcontext() if request.seeds is None else isolated_rng():
             samples = self._samples(request)
+            # How many numbers the samples drew must not show in what collate_fn draws.
             if request.seeds is not None:
                 seed_all(collate_seed(request.seeds[0]))
             if request.empty:

@@ -70,6 +70,8 @@ class GlobalBatchRequests(BatchRequests):
             if indices:
                 yield BatchRequest(indices, self._seeds(epoch, batch, indices))
             else:
+                # The first sample of the global batch serves as the example: it exists, and it is
+                # the same one at every world size.
                 example = self._sampler.global_batch(epoch, batch)[:1]
                 seeds = None if self._seed is None else sample_seeds(self._seed, epoch, example)
                 yield BatchRequest(example, seeds, empty=True)
@@ -77,7 +79,8 @@ class GlobalBatchRequests(BatchRequests):
     def _seeds(self, epoch: int, batch: int, indices: list[int]) -> list[int] | None:
         if self._seed is None:
             return None
-        # With replacement, the place in the order tells repeated draws of a sample apart.
+        # With replacement, the position in the order distinguishes repeated draws of a sample, so
+        # that each is augmented differently.
         repeats = self._sampler.repeats
         draws = self._sampler.order_positions(batch).astype(np.uint64) if repeats else None
         return sample_seeds(self._seed, epoch, indices, draws)

@@ -79,8 +79,9 @@ class _PendingCopy(NamedTuple):
         """The copy, safe to use on the device's current stream."""
         compute_stream = torch.accelerator.current_stream(device)
         compute_stream.wait_event(self.copied)
+        # Its memory came from the copy stream's pool, which must not reuse it while the compute
+        # stream may still read it.
         for tensor in tensors_in(self.copy):
-            # Its memory came from the copy stream's pool, which must not reuse it too early.
             if tensor.device.type == device.type:
                 tensor.record_stream(compute_stream)
         return self.copy

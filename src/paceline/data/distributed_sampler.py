@@ -27,7 +27,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 
     It holds one rank's share as a tensor instead of everybody's as a list, takes its rank from the
     launcher's environment where torch's needs a process group, and warns once if `set_epoch` is
-    forgotten, which otherwise silently repeats one order for ever. (`paceline.GlobalBatchSampler`
+    forgotten, which otherwise silently repeats one order forever. (`paceline.GlobalBatchSampler`
     pads nothing and needs no `set_epoch`.)
 
     Args:
@@ -68,6 +68,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self._warn_if_repeated()
         order = seed, epoch = self.seed, self.epoch
         share = self._share(seed + epoch)
+        # In blocks: one tolist() of everything would hold every index as a Python integer.
         for start in range(0, self.num_samples, _BLOCK):
             yield from share[start : start + _BLOCK].tolist()
         self._finished = order
@@ -88,6 +89,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
             raise ConfigError(
                 f"the dataset is empty, but had {self.num_samples} samples for each rank before"
             )
+        # Only this rank's positions are made into a tensor; torch's sampler turns the whole order
+        # into a list first, on every rank.
         positions = torch.arange(self.rank, self.total_size, self.num_replicas)
         positions %= length
         if not self.shuffle:

@@ -29,41 +29,42 @@ _CURE = (
 )
 
 
-def empty_batch(one: Any, two: Any) -> Any:
+def empty_batch(single: Any, double: Any) -> Any:
     """The collated batch of zero samples, from those of one sample and of the same sample twice.
 
     Raises:
         ConfigError: the two differ in more than sizes, or hold something that cannot be cut.
     """
-    if type(one) is not type(two):
+    if type(single) is not type(double):
         raise ConfigError(
-            f"{_PROBLEM}: one sample makes {type(one).__name__} and two make "
-            f"{type(two).__name__}. {_CURE}"
+            f"{_PROBLEM}: one sample makes {type(single).__name__} and two make "
+            f"{type(double).__name__}. {_CURE}"
         )
-    if isinstance(one, torch.Tensor):
-        return _empty_tensor(one, two)
-    if isinstance(one, Mapping):
-        return {name: empty_batch(part, two[name]) for name, part in one.items()}
-    if isinstance(one, list | tuple):
-        return _empty_sequence(one, two)
-    if one is None or isinstance(one, str | bytes | numbers.Number):
-        return one
-    raise ConfigError(f"{_PROBLEM}: they hold {type(one).__name__}. {_CURE}")
+    if isinstance(single, torch.Tensor):
+        return _empty_tensor(single, double)
+    if isinstance(single, Mapping):
+        return {name: empty_batch(part, double[name]) for name, part in single.items()}
+    if isinstance(single, list | tuple):
+        return _empty_sequence(single, double)
+    if single is None or isinstance(single, str | bytes | numbers.Number):
+        return single
+    raise ConfigError(f"{_PROBLEM}: they hold {type(single).__name__}. {_CURE}")
 
 
-def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    if one.dim() != two.dim():
+def _empty_tensor(single: torch.Tensor, double: torch.Tensor) -> torch.Tensor:
+    if single.dim() != double.dim():
         raise ConfigError(
-            f"{_PROBLEM}: one sample has shape {tuple(one.shape)} and two have "
-            f"{tuple(two.shape)}. {_CURE}"
+            f"{_PROBLEM}: one sample has shape {tuple(single.shape)} and two have "
+            f"{tuple(double.shape)}. {_CURE}"
         )
-    for dimension, size in enumerate(one.shape):
-        one = one.narrow(dimension, 0, max(0, 2 * size - two.shape[dimension]))
-    return one
+    for dimension, size in enumerate(single.shape):
+        single = single.narrow(dimension, 0, max(0, 2 * size - double.shape[dimension]))
+    return single
 
 
-def _empty_sequence(one: Any, two: Any) -> Any:
-    if len(one) != len(two):
-        return type(one)(one[: max(0, 2 * len(one) - len(two))])
-    parts = [empty_batch(*pair) for pair in zip(one, two, strict=True)]
-    return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
+def _empty_sequence(single: Any, double: Any) -> Any:
+    # A list with an entry for each sample; otherwise every entry is a batch of its own.
+    if len(single) != len(double):
+        return type(single)(single[: max(0, 2 * len(single) - len(double))])
+    parts = [empty_batch(*pair) for pair in zip(single, double, strict=True)]
+    return type(single)(*parts) if hasattr(single, "_fields") else type(single)(parts)

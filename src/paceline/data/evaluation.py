@@ -141,6 +141,8 @@ class Evaluation:
         self.length = len(dataset)
         share = share_of(self.length, self.rank, self.world_size)
         self.start, self.stop = share.start, share.stop
+        # Batches do not cross ranks, so their boundaries depend on the number of ranks; results do
+        # not, since sums are exact.
         self._batches = [
             range(first, min(first + batch_size, self.stop))
             for first in range(self.start, self.stop, batch_size)
@@ -164,6 +166,7 @@ class Evaluation:
             self._current = rows
             self._added.clear()
             yield batch
+            # Counted after the loop body: a batch that raised was not evaluated.
             self._visited = rows.stop - self.start
         self._current = range(0)
         recorder.phase(Phase.OTHER)
@@ -183,6 +186,7 @@ class Evaluation:
                 raise ConfigError(
                     f"{name!r} must be a tensor to be summed, found {type(value).__name__}"
                 )
+            # Fetching a value waits for the device, so several batches are fetched together.
             self._pending.setdefault(name, []).append(value.detach())
             self._counts[name] = self._counts.get(name, 0) + value.numel()
             if len(self._pending[name]) >= _MAX_PENDING:

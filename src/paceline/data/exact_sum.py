@@ -24,10 +24,13 @@ class ExactSum:
 
     def add(self, numbers: Iterable[float]) -> None:
         """Add numbers; those that are not finite make the sum infinite or NaN, as they would."""
+        # Each round takes the rounded sum of what is left and leaves what the rounding lost, which
+        # is smaller by 53 bits; so the loop ends after a few rounds.
         rest = [*self.terms, *numbers]
         self.terms = []
         while (term := _fsum(rest)) != 0.0:
             self.terms.append(term)
+            # Nothing can be subtracted from an infinity or a NaN; the term itself says it all.
             if not math.isfinite(term):
                 return
             rest.append(-term)

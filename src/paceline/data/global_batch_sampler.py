@@ -129,6 +129,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """This rank's shares from global batch `first` of `epoch` on, without moving the sampler's
         own position.
         """
+        # All full batches have the same share, so the indices of many batches are computed in one
+        # call, as rows of a matrix. A last batch that is not full is divided on its own.
         full = self._order.length // self.batch_size
         share = share_of(self.batch_size, self.rank, self.world_size)
         at_once = max(1, _BLOCK // share.count)
@@ -173,6 +175,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """
         self.position.seek(*check_state(state, self._identity(), len(self)))
 
+    # What a saved state must have in common with the sampler it is loaded into. Rank and world size
+    # are missing on purpose.
     def _identity(self) -> dict[str, Any]:
         return {
             "version": 1,

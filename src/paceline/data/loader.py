@@ -115,6 +115,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     ) -> None:
         self.device = resolve_device(device)
         self.model, self.optimizer = _check_model(model), optimizer
+        # Without a sampler, batches are global: by a sampler for datasets with a length, by a
+        # wrapper for those without. A sampler that was given is passed on to torch as it is.
         own_batches = sampler is None and batch_sampler is None and batch_size is not None
         source: Any = dataset
         if own_batches and not isinstance(source, ShardedIterable):
@@ -217,6 +219,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         position = self._requests.position
         if self.device is not None:
             batches = prefetch_to_device(batches, self.device)
+        # The position moves when the training loop receives a batch. Workers and the device
+        # prefetch run ahead of it, and what they have fetched is lost on a restart.
         for number, batch in enumerate(_in_loader_phase(batches), start=first):
             position.advance(epoch, number + 1)
             yield batch
@@ -244,6 +248,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
     def _inner_loader(self) -> torch.utils.data.DataLoader[Any]:
         """torch's loader, which does the work. Its workers get one request for each batch."""
+        # A new inner loader for each pass, unless workers shall stay: then they belong to it.
         if self._inner is not None and self.persistent_workers:
             return self._inner
         dataset: Any = self.dataset
@@ -290,6 +295,8 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
 def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:
     """The same batches; the status page shows the loader's phase while one is waited for."""
+    # Not a `for` loop: the phase must end before the batch is yielded, or the step that uses it
+    # would count as loading.
     while True:
         before = recorder.current
         recorder.phase(_LOADER)

@@ -57,6 +57,7 @@ class ShuffledOrder:
         self._permutation: Permutation
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
+        # Passes of two epochs may run side by side, but mostly one epoch is asked for many times.
         if epoch != self._epoch:
             self._permutation, self._epoch = Permutation(self.length, self.seed, epoch), epoch
         return self._permutation(positions)
@@ -94,6 +95,8 @@ class WeightedOrder:
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         key = derive_keys("weighted", self.seed, epoch, 1)[0]
         total = self._sums[-1]
+        # 53 random bits make a number in [0, 1); scaled, it falls into some weight's interval of
+        # the cumulative sums.
         bits = random_bits(key, positions.astype(np.uint64)) >> np.uint64(11)
         points = bits.astype(np.float64) * (total * 2.0**-53)
         # The product may round up to the total itself, which belongs to no index.

@@ -61,6 +61,7 @@ class Permutation:
 
     def _walk(self, x: UInt64s) -> UInt64s:
         x = self._network(x)
+        # Cycle walking: only the few results outside go through the network again.
         outside = np.flatnonzero(x >= np.uint64(self.length))
         while outside.size:
             x[outside] = self._network(x[outside])

@@ -37,6 +37,7 @@ class Position:
 
     def finish(self, epoch: int) -> None:
         """End the pass over `epoch`. Changes nothing if a later pass has started since."""
+        # Two passes may run side by side; only the later one moves the position.
         if self.epoch == epoch:
             self.epoch, self.batch = self._next_pass
 

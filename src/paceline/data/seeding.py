@@ -25,7 +25,7 @@ def sample_seeds(
 ) -> list[int]:
     """One seed for each sample, from the loader's seed, the epoch and the sample's index.
 
-    `draws` tells repeated draws of one index apart, where an epoch can hold some.
+    `draws` distinguishes repeated draws of one index, where an epoch can hold some.
     """
     keys = derive_keys("sample", seed, epoch, 2)
     numbers = np.array([_as_bits(index) for index in indices], dtype=np.uint64)
@@ -44,6 +44,7 @@ def collate_seed(first_sample: int) -> int:
 
 def seed_all(seed: int) -> None:
     """Seed Python's, numpy's and torch's CPU generator of this process."""
+    # Each generator takes as many bits as it can.
     random.seed(seed)
     np.random.seed(seed & _BITS_32)
     # Not torch.manual_seed: that visits every accelerator too, which samples have no business with.

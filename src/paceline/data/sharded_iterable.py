@@ -95,6 +95,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
 
     def announce_pass(self, epoch: int, first: int) -> None:
         """Publish to worker processes, running or to come, which pass they load for."""
+        # Workers that are forked later inherit the mapping, persistent ones have it already.
         self._pass.share_memory_()
         self._pass.copy_(torch.tensor([epoch, first]))
 
@@ -116,6 +117,8 @@ class ShardedIterable(IterableDataset[LocalBatch]):
 
         With a `step`, only those of batches first + offset, first + offset + step, ...
         """
+        # Every worker of every rank counts the same global batches, and skips those of others
+        # without transforming them.
         start = first * self.batch_size
         records = _RecordReader(self.source, epoch, start, self.seed)
         for number in itertools.count(first):

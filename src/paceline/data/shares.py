@@ -52,8 +52,8 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
     """Rank and world size as given, or discovered if neither is given.
 
     Discovery also works before `init_process_group`: a process that was started by a launcher but
-    has not joined its group yet must not believe that it is alone, or every rank would load all of
-    the data.
+    has not joined its group yet must not take itself for a single process, or every rank would load
+    all of the data.
 
     Raises:
         ConfigError: only one of the two is given, the rank is not in the world, or the launcher's
