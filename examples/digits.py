@@ -28,7 +28,7 @@ TEST_IMAGES = 360
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1437 images to learn from and 360 to test with, 8 x 8 pixels each."""
+    """1437 images for training and 360 for testing, 8 x 8 pixels each."""
     images, labels = sklearn.datasets.load_digits(return_X_y=True)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x = torch.tensor(images, dtype=torch.float32).div_(16).reshape(-1, 1, 8, 8)[order]
@@ -55,12 +55,12 @@ def network() -> nn.Module:
 
 
 def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str, float]:
-    """What every rank does."""
+    """What every rank runs; returns its accuracy and speed."""
     paceline.init_process_group()
     torch.manual_seed(0)
-    learn, test = digits()
+    training, test = digits()
     loader = paceline.DataLoader(
-        learn, batch_size=options.batch_size, shuffle=True, seed=options.seed
+        training, batch_size=options.batch_size, shuffle=True, seed=options.seed
     )
     model = paceline.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
@@ -75,7 +75,7 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
                 optimizer.step()
                 progress.step(loss.item(), len(x) * paceline.world_size(), model.last_sync_seconds)
         share = progress.sync_share
-    speed = options.epochs * len(learn) / (time.perf_counter() - start)
+    speed = options.epochs * len(training) / (time.perf_counter() - start)
     accuracy = evaluate(model.module, test)
     paceline.destroy_process_group()
     return {"accuracy": accuracy, "samples_per_second": speed, "sync_share": share}
@@ -91,15 +91,16 @@ def evaluate(model: nn.Module, test: TensorDataset) -> float:
     return evaluation.result().mean("correct")
 
 
-def alone(options: argparse.Namespace, threads: int) -> float:
-    """The same training in one process without Paceline's classes: samples per second."""
+def train_without_paceline(options: argparse.Namespace, threads: int) -> float:
+    """The same training in one process with torch's classes only; returns samples per second."""
     torch.set_num_threads(threads)
-    learn, _ = digits()
-    loader = torch.utils.data.DataLoader(learn, batch_size=options.batch_size, shuffle=True)
+    training, _ = digits()
+    loader = torch.utils.data.DataLoader(training, batch_size=options.batch_size, shuffle=True)
     model = network()
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     samples, start = 0, 0.0
-    for epoch in range(3):  # the first one warms up
+    # The first epoch warms up.
+    for epoch in range(3):
         if epoch == 1:
             samples, start = 0, time.perf_counter()
         for x, y in loader:
@@ -128,18 +129,21 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def report(found: dict[str, float], ranks: int) -> None:
-    print(f"test accuracy   {found['accuracy']:.2%} of {TEST_IMAGES} images, each counted once")
-    print(f"speed           {found['samples_per_second']:,.0f} samples/s on {ranks} ranks, {found['sync_share']:.1%} "
-          "of the time spent synchronising")  # fmt: skip
+def report(result: dict[str, float], ranks: int) -> None:
+    print(f"test accuracy   {result['accuracy']:.2%} of {TEST_IMAGES} images, each counted once")
+    print(
+        f"speed           {result['samples_per_second']:,.0f} samples/s on {ranks} ranks, "
+        f"{result['sync_share']:.1%} of the time spent synchronising"
+    )
 
 
 def main() -> None:
     options = arguments()
-    if "RANK" in os.environ:  # started by `paceline run`, torchrun or the like: be one rank
-        found = train(options)
-        if int(os.environ["RANK"]) == 0:
-            report(found, int(os.environ.get("WORLD_SIZE", "1")))
+    # Started by `paceline run`, torchrun or another launcher: be one rank.
+    if "RANK" in os.environ or paceline.world_size() > 1:
+        result = train(options)
+        if paceline.is_main():
+            report(result, paceline.world_size())
         return
     terminal = os.ttyname(1) if sys.stdout.isatty() else None
     results = paceline.spawn(
@@ -149,10 +153,12 @@ def main() -> None:
     print(f"timeline        {write_report(options.trace)}: open it in a browser")
     if not options.no_compare:
         for threads in sorted({1, len(os.sched_getaffinity(0))}):
-            (speed,) = paceline.spawn(alone, (options, threads), 1)
+            (speed,) = paceline.spawn(train_without_paceline, (options, threads), 1)
             times = results[0]["samples_per_second"] / speed
-            print(f"one process     {speed:,.0f} samples/s with {threads} thread{'s' * (threads > 1)}: "
-                  f"{len(results)} ranks are {times:.2f} times as fast")  # fmt: skip
+            print(
+                f"one process     {speed:,.0f} samples/s with {threads} thread"
+                f"{'s' * (threads > 1)}: {len(results)} ranks are {times:.2f} times as fast"
+            )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -52,6 +55,7 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
+    "hidden_worker_info",
     "is_profiling",
     "keeps_graph",
     "preserve_version",
@@ -160,6 +164,24 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 # --------------------------------------------------------------------- backend
 
 # ------------------------------------------------------------------------ data
+
+
+@contextlib.contextmanager
+def hidden_worker_info() -> Iterator[None]:
+    """`torch.utils.data.get_worker_info()` is None inside, as it is outside of a worker.
+
+    Many iterable datasets yield only their worker's part when they find themselves in one. There is
+    no public way to ask them for everything. torch/utils/data/_utils/worker.py. Missing: setting
+    the name would have no effect, which the guard test notices.
+    """
+    from torch.utils.data._utils import worker
+
+    hidden, worker._worker_info = worker._worker_info, None
+    try:
+        yield
+    finally:
+        worker._worker_info = hidden
+
 
 # ---------------------------------------------------------------------- launch
 

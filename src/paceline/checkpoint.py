@@ -6,7 +6,11 @@ runs code from the file (`weights_only=True`).
 
 All ranks call both functions. They agree through the group's store, with a time limit, before
 anything is written and after: a call on rank 0 only - the classic deadlock - ends in an error that
-says who is missing.
+names the missing ranks.
+
+The module has four parts: the two public functions; what becomes of an object in a file
+(`_state_of`, `_restore`); the file itself (`_write`, `_read`); and the agreement of the ranks
+(`_RankAgreement`).
 """
 
 from __future__ import annotations
@@ -14,30 +18,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import pathlib
+import pickle
 import tempfile
-from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from paceline._state_dict import align_names
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.launch.agreement import exchange
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import Phase, WaitLabel
 
+if TYPE_CHECKING:
+    from torch.serialization import MAP_LOCATION
+
 __all__ = ["save", "load"]
 
 _FORMAT = 1
-_AGREE_TIMEOUT_S = 600.0
+_DEFAULT_TIMEOUT_S = 600.0
 
-
-class _Calls:
-    """Counts calls in this process; the same on every rank, so it keeps their keys in the store
-    apart.
-    """
-
-    made = 0
+# Numbers the calls of this process. All ranks make the same calls, so that the numbers keep the
+# keys of different calls in the store apart.
+_call_numbers = itertools.count()
 
 
 def save(
@@ -47,54 +52,69 @@ def save(
 
         paceline.save("last.pt", model=model, optimizer=optimizer, sampler=sampler, step=step)
 
-    Anything with a `state_dict()` is saved as that - a module wrapped for data parallelism as the
-    bare module -, anything else as it is, as long as it is tensors, numbers, strings, None, lists,
-    tuples or dicts of these. Returns on every rank after the file is in place; an error of rank 0
-    is raised everywhere. `timeout` (default: 10 minutes) is how long ranks wait for one another and
-    for the writing.
+    Returns on every rank after the file is in place.
+
+    Args:
+        path: of the file; missing directories are made.
+        timeout: how long ranks wait for one another and for the writing. Default: 10 minutes.
+        state: what to save, by name. Anything with a `state_dict()` is saved as that, a module
+            wrapped for data parallelism as the bare module. Anything else is saved as it is and
+            must consist of tensors, numbers, strings, None, and lists, tuples or dicts of these.
+
+    Raises:
+        ConfigError: there is nothing to save, or something that is no data.
+        MismatchError: ranks save different names or to different paths.
+        CollectiveTimeout: some ranks did not call this in time.
+        PacelineError: on the other ranks, if rank 0 failed; rank 0 raises the error itself.
     """
     if not state:
         raise ConfigError(
             "nothing to save: paceline.save(path, model=model, optimizer=optimizer, step=step)"
         )
-    ranks = _Ranks("save", path, timeout)
-    ranks.meet(json.dumps(sorted(state)), "names of what to save")
-    error = ""
-    if ranks.rank == 0:
-        try:
+    ranks = _RankAgreement("save", path, timeout)
+    ranks.check_same_call(sorted(state))
+    try:
+        if ranks.rank == 0:
             with recorder.during(Phase.SAVE):
-                _write(
-                    pathlib.Path(path),
-                    {name: _state_of(name, value) for name, value in state.items()},
-                )
-        except Exception as caught:
-            if ranks.world_size == 1:
-                raise
-            error = f"{type(caught).__name__}: {caught}"
-            ranks.finish(error)
-            raise
-    ranks.finish(error)
+                content = {name: _state_of(name, value) for name, value in state.items()}
+                _write(pathlib.Path(path), content)
+    except Exception as error:
+        # The peers wait for the file: they must learn that it will not come.
+        ranks.share_outcome(f"{type(error).__name__}: {error}")
+        raise
+    ranks.share_outcome("")
 
 
 def load(
     path: str | os.PathLike[str],
     *,
     strict: bool = True,
-    map_location: Any = "cpu",
+    map_location: MAP_LOCATION = "cpu",
     timeout: datetime.timedelta | None = None,
     **targets: Any,
 ) -> dict[str, Any]:
-    """Read a checkpoint into `targets`, on every rank; returns what has no `load_state_dict`, such
-    as `step`.
+    """Read a checkpoint into `targets`; all ranks call it and read the file.
 
         step = paceline.load("last.pt", model=model, optimizer=optimizer, sampler=sampler)["step"]
 
-    The world may be another size than the one that saved. `strict` is that of
-    `Module.load_state_dict`. Raises `ConfigError` if the file lacks something asked for, or is no
-    checkpoint.
+    The world may have another size than the one that saved.
+
+    Args:
+        path: of the file.
+        strict: as in `Module.load_state_dict`.
+        map_location: as in `torch.load`.
+        timeout: how long ranks wait for one another. Default: 10 minutes.
+        targets: objects with a `load_state_dict()`, by the names they were saved under.
+
+    Returns:
+        What the file holds beyond `targets`, by name, such as `step`.
+
+    Raises:
+        ConfigError: the file lacks one of the targets, or is no checkpoint.
+        MismatchError: ranks load different names or from different paths.
+        CollectiveTimeout: some ranks did not call this in time.
     """
-    ranks = _Ranks("load", path, timeout)
-    ranks.meet(json.dumps(sorted(targets)), "names of what to load")
+    _RankAgreement("load", path, timeout).check_same_call(sorted(targets))
     content = _read(pathlib.Path(path), map_location)
     missing = sorted(set(targets) - set(content))
     if missing:
@@ -104,11 +124,46 @@ def load(
     return {name: value for name, value in content.items() if name not in targets}
 
 
-# -- one rank's part -----------------------------------------------------------------------------------------------
+# --- objects ---------------------------------------------------------------------------------
 
 
-def _bare(value: Any) -> Any:
-    """The module inside wrappers for data parallelism, however many, torch's or ours."""
+def _state_of(name: str, value: Any) -> Any:
+    """What the file holds of an object."""
+    value = _unwrapped(value)
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    # An object of the script's own class would be refused when the file is checked, with a message
+    # about pickling; this one says what to do.
+    if (
+        hasattr(value, "__dict__")
+        and not dataclasses.is_dataclass(value)
+        and type(value).__module__ == "__main__"
+    ):
+        raise ConfigError(
+            f"{name} is a {type(value).__name__} without state_dict(): "
+            "give it one, or save plain values"
+        )
+    return value
+
+
+def _restore(name: str, target: Any, state: Any, strict: bool) -> None:
+    """Put what the file holds back into an object."""
+    from torch import nn
+
+    target = _unwrapped(target)
+    if isinstance(target, nn.Module):
+        target.load_state_dict(align_names(state, target.state_dict()), strict=strict)
+    elif hasattr(target, "load_state_dict"):
+        target.load_state_dict(state)
+    else:
+        raise ConfigError(
+            f"{name} is a {type(target).__name__}, which has no load_state_dict(); "
+            "read it from the result"
+        )
+
+
+def _unwrapped(value: Any) -> Any:
+    """The module inside any number of wrappers for data parallelism, torch's or ours."""
     from torch import nn
 
     while isinstance(value, nn.Module) and type(value).__name__ in {
@@ -119,42 +174,7 @@ def _bare(value: Any) -> Any:
     return value
 
 
-def _state_of(name: str, value: Any) -> Any:
-    value = _bare(value)
-    if hasattr(value, "state_dict"):
-        return value.state_dict()
-    if (
-        hasattr(value, "__dict__")
-        and not dataclasses.is_dataclass(value)
-        and type(value).__module__ == "__main__"
-    ):
-        raise ConfigError(
-            f"{name} is a {type(value).__name__} without state_dict(): give it one, or save plain values"
-        )
-    return value
-
-
-def _restore(name: str, target: Any, state: Any, strict: bool) -> None:
-    from torch import nn
-
-    target = _bare(target)
-    if isinstance(target, nn.Module):
-        target.load_state_dict(_without_prefix(state), strict=strict)
-    elif hasattr(target, "load_state_dict"):
-        target.load_state_dict(state)
-    else:
-        raise ConfigError(
-            f"{name} is a {type(target).__name__}, which has no load_state_dict(); read it from the result"
-        )
-
-
-def _without_prefix(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Names as the bare module has them: checkpoints of wrapped modules, written by others, say
-    `module.` first.
-    """
-    if state and all(name.startswith("module.") for name in state):
-        return {name.removeprefix("module."): value for name, value in state.items()}
-    return state
+# --- the file --------------------------------------------------------------------------------
 
 
 def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
@@ -168,10 +188,9 @@ def _write(path: pathlib.Path, content: dict[str, Any]) -> None:
             torch.save({"paceline": _FORMAT, "state": content}, file)
             file.flush()
             os.fsync(file.fileno())
+        # Before the rename: the previous checkpoint stays where this one is of no use.
         _check_readable(temporary)
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # as a file that was simply written would have
+        _give_default_permissions(temporary)
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -183,8 +202,6 @@ def _check_readable(path: pathlib.Path) -> None:
     """What `load` would refuse must not replace a good checkpoint. Reads the structure, not the
     tensors' bytes.
     """
-    import pickle
-
     import torch
 
     try:
@@ -192,13 +209,21 @@ def _check_readable(path: pathlib.Path) -> None:
     except pickle.UnpicklingError as error:
         reason = str(error).partition("\n")[0]
         raise ConfigError(
-            f"a checkpoint holds tensors and plain values only, so that loading it runs no code: {reason}"
+            "a checkpoint holds tensors and plain values only, so that loading it runs no code: "
+            f"{reason}"
         ) from error
 
 
+def _give_default_permissions(path: pathlib.Path) -> None:
+    """Those of any new file; `mkstemp` makes files that only their owner can read."""
+    umask = os.umask(0)
+    os.umask(umask)
+    path.chmod(0o666 & ~umask)
+
+
 def _sync_directory(path: pathlib.Path) -> None:
-    """Make the rename itself durable."""
-    with contextlib.suppress(OSError):  # some file systems cannot open a directory
+    """Make the rename itself durable. Some file systems cannot open a directory."""
+    with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -206,7 +231,7 @@ def _sync_directory(path: pathlib.Path) -> None:
             os.close(descriptor)
 
 
-def _read(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
+def _read(path: pathlib.Path, map_location: MAP_LOCATION) -> dict[str, Any]:
     import torch
 
     if not path.exists():
@@ -222,65 +247,73 @@ def _read(path: pathlib.Path, map_location: Any) -> dict[str, Any]:
         raise ConfigError(f"{path} was not written by paceline.save; read it with torch.load")
     if content["paceline"] > _FORMAT:
         raise ConfigError(
-            f"{path} has format {content['paceline']}, this version of Paceline reads up to {_FORMAT}"
+            f"{path} has format {content['paceline']}; "
+            f"this version of Paceline reads formats up to {_FORMAT}"
         )
     state: dict[str, Any] = content["state"]
     return state
 
 
-# -- all ranks' part -----------------------------------------------------------------------------------------------
+# --- the ranks -------------------------------------------------------------------------------
 
 
-class _Ranks:
-    """All ranks around one call of `save` or `load`."""
+class _RankAgreement:
+    """The agreement of all ranks about one call of `save` or `load`. A single process agrees with
+    itself.
+    """
 
     def __init__(
         self, verb: str, path: str | os.PathLike[str], timeout: datetime.timedelta | None
     ) -> None:
         import torch.distributed as dist
 
-        self.rank, self.world_size, self._store = 0, 1, None
+        self.rank, self._world_size, self._store = 0, 1, None
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            from torch._C._distributed_c10d import PrefixStore
-            from torch.distributed.distributed_c10d import _get_default_store
+            from paceline._torch_internals import PrefixStore, default_store
 
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._store = PrefixStore("paceline/checkpoint", _get_default_store())
-        self._name = f"paceline.{verb}({os.fspath(path)!r})"
-        self._timeout_s = _AGREE_TIMEOUT_S if timeout is None else timeout.total_seconds()
-        self._call = f"{verb}/{_Calls.made}"
-        _Calls.made += 1
+            self.rank, self._world_size = dist.get_rank(), dist.get_world_size()
+            self._store = PrefixStore("paceline/checkpoint", default_store())
+        self._call = f"paceline.{verb}({os.fspath(path)!r})"
+        self._key = f"{verb}/{next(_call_numbers)}"
+        self._timeout_s = _DEFAULT_TIMEOUT_S if timeout is None else timeout.total_seconds()
 
-    def meet(self, value: str, what: str) -> None:
-        """All ranks are in this call, with the same arguments."""
-        values = self._exchange("begin", f"{self._name} {value}")
-        if len(set(values)) > 1:
-            table = "\n".join(f"  rank {rank}: {value}" for rank, value in enumerate(values))
+    def check_same_call(self, names: list[str]) -> None:
+        """Wait until all ranks are in this call; raise `MismatchError` if they differ in the path
+        or the names.
+        """
+        calls = self._exchange("begin", f"{self._call} {json.dumps(names)}")
+        if len(set(calls)) > 1:
+            table = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
             raise MismatchError(
-                f"ranks disagree in the path or the {what}:\n{table}", dict(enumerate(values))
+                f"ranks disagree about the path or the names in a checkpoint:\n{table}",
+                dict(enumerate(calls)),
             )
 
-    def finish(self, error: str) -> None:
-        """The file is in place, or rank 0 says why not."""
-        outcome = self._exchange("end", error)[0]
+    def share_outcome(self, failure: str) -> None:
+        """Wait until rank 0 has written the file or failed; raise its failure on the other ranks.
+
+        `failure` is rank 0's, empty if the file is in place.
+        """
+        outcome = self._exchange("end", failure)[0]
         if outcome and self.rank != 0:
-            raise PacelineError(f"{self._name} failed on rank 0: {outcome}")
+            raise PacelineError(f"{self._call} failed on rank 0: {outcome}")
 
     def _exchange(self, moment: str, value: str) -> list[str]:
         if self._store is None:
             return [value]
-        place = WaitLabel(self._name, number=group_number(f"{self._call}/{moment}")).packed()
-        with recorder.during(Phase.SAVE), recorder.waiting(place, 1):
+        label = WaitLabel(self._call, number=group_number(f"{self._key}/{moment}")).packed()
+        with recorder.during(Phase.SAVE), recorder.waiting(label, 1):
             values = exchange(
                 self._store,
-                f"{self._call}/{moment}",
+                f"{self._key}/{moment}",
                 self.rank,
-                self.world_size,
+                self._world_size,
                 value,
                 timeout_s=self._timeout_s,
                 complain=lambda missing: (
-                    f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did "
-                    "not come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
+                    f"rank {self.rank} called {self._call} and waited {self._timeout_s:g} s, but "
+                    f"ranks {missing} did not call it. Call it on every rank - only rank 0 writes "
+                    "- not inside `if rank == 0:`"
                 ),
             )
         assert values is not None, "this exchange is never called off"

@@ -19,15 +19,10 @@ def dataset():
     )
 
 
-def everything(rank, world):
+def use_everything(rank, world):
     init_group("gloo")
     evaluation = Evaluation(dataset(), 3)
     for features, index in evaluation:
-        if (
-            rank == 0
-            # no collective inside the loop: others do not wait for a rank, nor does it need their help
-        ):
-            assert dist.get_world_size() == world
         evaluation.add(loss=(features**2).sum(1))
         evaluation.collect(index=index)
     result = evaluation.result()
@@ -41,44 +36,59 @@ def everything(rank, world):
         "count": result.count("loss"),
         "index": result.outputs["index"].tolist(),
         "batches": batches,
-        "place": (sampler.rank, sampler.world_size),
-        "stock": list(stock) == list(ours),
+        "rank and world": (sampler.rank, sampler.world_size),
+        "same as stock": list(stock) == list(ours),
     }
 
 
 @pytest.mark.parametrize("world", [2, 3])
 def test_rank_and_world_size_come_from_the_group(world):
-    found = run_ranks(world, everything, timeout=100)
+    results = run_ranks(world, use_everything, timeout=100)
     expected = list(GlobalBatchSampler(LENGTH, 7, rank=0, world_size=1))
     steps = [
         [index for share in step for index in share]
-        for step in zip(*[f["batches"] for f in found], strict=True)
+        for step in zip(*[result["batches"] for result in results], strict=True)
     ]
     assert steps == expected
     losses = (dataset().tensors[0] ** 2).sum(1).double()
-    for rank, one in enumerate(found):
-        assert one["place"] == (rank, world)
-        assert one["stock"]
-        assert one["index"] == list(range(LENGTH))
-        assert (one["sum"], one["count"]) == (pytest.approx(losses.sum().item(), rel=1e-14), LENGTH)
-        assert one["sum"] == found[0]["sum"]
+    for rank, result in enumerate(results):
+        assert result["rank and world"] == (rank, world)
+        assert result["same as stock"]
+        assert result["index"] == list(range(LENGTH))
+        assert result["count"] == LENGTH
+        assert result["sum"] == pytest.approx(losses.sum().item(), rel=1e-14)
+        assert result["sum"] == results[0]["sum"]
 
 
-def in_a_subgroup(rank, world):
+def evaluate_made_before_init(rank, world):
+    evaluation = Evaluation(dataset(), 5)
+    init_group("gloo")
+    for _, index in evaluation:
+        evaluation.collect(index=index)
+    indices = evaluation.result().outputs["index"].tolist()
+    dist.destroy_process_group()
+    return indices
+
+
+def test_an_evaluation_made_before_init_exchanges_through_the_group():
+    assert run_ranks(2, evaluate_made_before_init, timeout=100) == [list(range(LENGTH))] * 2
+
+
+def evaluate_in_a_subgroup(rank, world):
     init_group("gloo")
     group = dist.new_group([1, 2])
-    length = None
+    indices = None
     if rank in (1, 2):
         evaluation = Evaluation(dataset(), 5, group=group)
         for _, index in evaluation:
             evaluation.collect(index=index)
-        length = evaluation.result().outputs["index"].tolist()
+        indices = evaluation.result().outputs["index"].tolist()
     dist.destroy_process_group()
-    return length
+    return indices
 
 
 def test_evaluation_in_a_subgroup():
-    assert run_ranks(3, in_a_subgroup, timeout=100) == [
+    assert run_ranks(3, evaluate_in_a_subgroup, timeout=100) == [
         None,
         list(range(LENGTH)),
         list(range(LENGTH)),
@@ -86,8 +96,8 @@ def test_evaluation_in_a_subgroup():
 
 
 def train(rank, world, state, steps):
-    """A few exact steps: the gradient of the mean over the global batch, from sums and the stated
-    weights.
+    """A few exact steps: the gradient of the mean over the global batch, from means weighted by
+    the shares.
     """
     init_group("gloo")
     loader = DataLoader(dataset(), 5, shuffle=True, seed=4)
@@ -130,11 +140,11 @@ def train(rank, world, state, steps):
 @pytest.mark.slow
 @pytest.mark.timeout(400)  # four groups one after the other, on a machine that may be busy
 def test_training_goes_on_with_another_number_of_ranks_in_mid_epoch():
-    """Weights after 9 steps (an epoch is 5) are those of one process, through worlds of 3, 1 and 2."""
-    alone = run_ranks(1, train, None, 9, timeout=100)[0]
+    """Weights after 9 steps (an epoch has 5) on 3, 1 and 2 ranks are those of a single process."""
+    single = run_ranks(1, train, None, 9, timeout=100)[0]
     state = run_ranks(3, train, None, 3, timeout=100)[0]
     state = run_ranks(1, train, state, 4, timeout=100)[0]
     state = run_ranks(2, train, state, 2, timeout=100)[0]
-    assert state["data"] == alone["data"]
-    for name, value in alone["model"].items():
+    assert state["data"] == single["data"]
+    for name, value in single["model"].items():
         torch.testing.assert_close(state["model"][name], value, rtol=1e-12, atol=1e-12)

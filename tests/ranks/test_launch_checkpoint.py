@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks: one writes, all agree, nobody waits for ever; a kill leaves the old
+"""Checkpoints of several ranks: one writes, all agree, no rank waits forever; a kill leaves the old
 or the new file.
 """
 
@@ -45,7 +45,8 @@ def test_saved_by_two_ranks_loaded_by_three_and_by_one(tmp_path, backend):
         model, optimizer = wrapped()
         _train(model, optimizer, rank, 3)
         paceline.save(path, model=model, optimizer=optimizer, step=3)
-        exists = os.path.exists(path)  # for every rank, as soon as the call returns
+        # On every rank, as soon as the call returns.
+        exists = os.path.exists(path)
         paceline.destroy_process_group()
         return exists, model.module.weight.detach()
 
@@ -61,35 +62,35 @@ def test_saved_by_two_ranks_loaded_by_three_and_by_one(tmp_path, backend):
             optimizer.state_dict()["state"][0]["momentum_buffer"],
         )
 
-    (exists, weight), (exists_too, _) = run_ranks(2, save)
-    assert exists
-    assert exists_too
+    (exists_on_0, weight), (exists_on_1, _) = run_ranks(2, save)
+    assert exists_on_0
+    assert exists_on_1
     for step, loaded, _ in run_ranks(3, load):
         assert step == 3
         assert torch.equal(loaded, weight)
-    alone = nn.Linear(3, 2)
-    assert paceline.load(path, model=alone)["step"] == 3
-    assert torch.equal(alone.weight, weight)
+    single = nn.Linear(3, 2)
+    assert paceline.load(path, model=single)["step"] == 3
+    assert torch.equal(single.weight, weight)
 
 
 def test_a_call_on_rank_0_only_is_an_error_not_a_deadlock(tmp_path):
     def save(rank, world):
         init_group("gloo")
-        message = None
+        missing = None
         if rank == 0:
             with pytest.raises(
-                CollectiveTimeout, match=r"ranks \[1, 2\] did not come to it.*if rank == 0"
+                CollectiveTimeout, match=r"ranks \[1, 2\] did not call it.*if rank == 0"
             ) as caught:
                 paceline.save(tmp_path / "x.pt", step=1, timeout=datetime.timedelta(seconds=1))
-            message = caught.value.missing
+            missing = caught.value.missing
         paceline.destroy_process_group()
-        return message
+        return missing
 
     assert run_ranks(3, save)[0] == (1, 2)
     assert os.listdir(tmp_path) == []
 
 
-def test_ranks_that_save_different_things_are_told(tmp_path):
+def test_ranks_that_save_different_things_raise_a_mismatch(tmp_path):
     def save(rank, world):
         init_group("gloo")
         with pytest.raises(MismatchError, match=r"rank 0: .*a\.pt.*\n.*rank 1: .*b\.pt"):
@@ -100,7 +101,7 @@ def test_ranks_that_save_different_things_are_told(tmp_path):
     assert os.listdir(tmp_path) == []
 
 
-def test_an_error_of_the_writer_reaches_all(tmp_path):
+def test_an_error_of_rank_0_is_raised_on_all_ranks(tmp_path):
     def save(rank, world):
         init_group("gloo")
         with pytest.raises((PacelineError, OSError), match="File exists"):
@@ -118,16 +119,16 @@ def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(tmp_path):
         for step in itertools.count(1):
             weights = {"w": torch.full((300_000,), float(step))}
             paceline.save(tmp_path / "last.pt", model=weights, step=step)
-            (tmp_path / "up").write_text("up")
+            (tmp_path / "saved").write_text("saved")
 
     def kill(moment, pids):
-        wait_for_files(tmp_path / "up")
+        wait_for_files(tmp_path / "saved")
         time.sleep(moment)
         os.kill(pids[0], signal.SIGKILL)
 
     last = 0
     for attempt in range(12):
-        (tmp_path / "up").unlink(missing_ok=True)
+        (tmp_path / "saved").unlink(missing_ok=True)
         run_ranks(1, write, check=False, on_start=functools.partial(kill, 0.003 * attempt))
         state = paceline.load(tmp_path / "last.pt")
         assert torch.equal(state["model"]["w"], torch.full((300_000,), float(state["step"])))

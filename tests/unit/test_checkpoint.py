@@ -66,7 +66,7 @@ def test_a_wrapped_model_is_saved_bare_and_loads_into_either(tmp_path):
         paceline.load(tmp_path / "a.pt", model=target)
 
 
-def test_names_of_checkpoints_with_a_wrapper_in_them_are_understood(tmp_path):
+def test_names_with_the_prefix_of_a_wrapper_are_understood(tmp_path):
     model, _ = _trained(0)
     paceline.save(
         tmp_path / "a.pt", model={f"module.{k}": v for k, v in model.state_dict().items()}
@@ -120,13 +120,13 @@ def test_an_error_while_writing_leaves_the_previous_checkpoint(tmp_path, monkeyp
     ("content", "message"),
     [(b"", "can be read safely"), (b"PK\x03\x04 half a file", "can be read safely")],
 )
-def test_a_damaged_file_is_named(tmp_path, content, message):
+def test_a_damaged_file_is_refused(tmp_path, content, message):
     (tmp_path / "x.pt").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         paceline.load(tmp_path / "x.pt")
 
 
-def test_other_files_are_told_apart(tmp_path):
+def test_other_files_are_recognised(tmp_path):
     torch.save({"weights": 1}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match=r"not written by paceline\.save"):
         paceline.load(tmp_path / "x.pt")

@@ -10,7 +10,7 @@ from paceline.cli import bench_command, main
 
 
 @pytest.mark.slow
-def test_sampler_prints_both_side_by_side(capfd):
+def test_sampler_prints_ours_beside_torch_s(capfd):
     assert main(["bench", "sampler", "--samples", "20000", "--rounds", "1"]) == 0
     printed = capfd.readouterr().out
     for words in (

@@ -1,4 +1,4 @@
-"""Evaluation: the result of one process, to the last bit, from any number of ranks."""
+"""Evaluation: the result of a single process, to the last bit, from any number of ranks."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(evaluation):
     return evaluation
 
 
-def of_ranks(length, world, batch_size):
+def merged_result(length, world, batch_size):
     parts = [
         run(Evaluation(data(length), batch_size, rank=rank, world_size=world)).part()
         for rank in range(world)
@@ -52,7 +52,7 @@ def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
         expected = float(sum(losses)), length
         for world in range(1, 6):
             for batch_size in range(1, 9):
-                result = of_ranks(length, world, batch_size)
+                result = merged_result(length, world, batch_size)
                 assert (
                     result.sum("loss"),
                     result.count("loss"),
@@ -64,7 +64,7 @@ def test_equal_to_one_process_for_every_length_world_and_batch(lengths):
                 assert result.outputs["name"] == [f"sample {i}" for i in range(length)]
 
 
-def test_one_process_needs_no_group():
+def test_a_single_process_needs_no_group():
     result = run(Evaluation(data(10), 4)).result()
     assert result.names == ["hit", "loss", "weighted"]
     assert result.mean("loss") == (data(10).tensors[0] ** 2).sum(1).double().mean().item()

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from paceline import ConfigError, GlobalBatchSampler
 from paceline.data import share_of
-from paceline.data.shares import find_rank
 
 
 def samplers(world, length, batch_size, **options):
@@ -113,7 +112,7 @@ def test_drop_last_leaves_out_the_ragged_batch_only(length, batch_size, world):
     assert sampler.num_samples == len(joined(kept))
 
 
-def test_the_global_batch_is_what_the_user_states():
+def test_the_batch_size_counts_all_ranks():
     assert [len(next(iter(s))) for s in samplers(4, 1000, 64)] == [16, 16, 16, 16]
     assert [len(next(iter(s))) for s in samplers(4, 1000, 65)] == [17, 16, 16, 16]
     assert [s.share(0).weight for s in samplers(4, 1000, 65)] == [
@@ -151,8 +150,8 @@ def test_a_pass_left_early_is_followed_by_the_next_epoch():
 def test_passes_side_by_side_and_changes_in_mid_pass():
     sampler = GlobalBatchSampler(np.int64(100), 10)
     pairs = list(zip(sampler, sampler, strict=True))
-    assert [one for one, _ in pairs] == list(sampler.batches(0))
-    assert [two for _, two in pairs] == list(sampler.batches(1))
+    assert [first for first, _ in pairs] == list(sampler.batches(0))
+    assert [second for _, second in pairs] == list(sampler.batches(1))
     assert list(sampler) == list(sampler.batches(2))
     for number, _ in enumerate(sampler):
         if number == 4:
@@ -201,9 +200,9 @@ def test_subset(length, batch_size, data):
 
 def test_weighted_draws_follow_the_weights_and_not_the_world_size():
     weights = [0.0, 1.0, 2.0, 0.0, 5.0, 0.0]
-    one = global_batches(1, 6, 16, weights=weights, num_samples=80_000)
-    assert one == global_batches(3, 6, 16, weights=torch.tensor(weights), num_samples=80_000)
-    counts = np.bincount(joined(one), minlength=6)
+    drawn = global_batches(1, 6, 16, weights=weights, num_samples=80_000)
+    assert drawn == global_batches(3, 6, 16, weights=torch.tensor(weights), num_samples=80_000)
+    counts = np.bincount(joined(drawn), minlength=6)
     assert counts[[0, 3, 5]].sum() == 0
     expected = np.array([10_000, 20_000, 50_000])
     assert ((counts[[1, 2, 4]] - expected) ** 2 / expected).sum() < 25
@@ -266,19 +265,6 @@ def test_with_torch_s_own_loader():
     assert sampler.epoch == 2
 
 
-def test_rank_and_world_size_come_from_the_launcher_before_there_is_a_group(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.delenv("WORLD_SIZE", raising=False)
-    assert find_rank(None, None) == (0, 1)
-    monkeypatch.setenv("RANK", "2")
-    monkeypatch.setenv("WORLD_SIZE", "3")
-    assert find_rank(None, None) == (2, 3)
-    assert GlobalBatchSampler(10, 3).rank == 2
-    monkeypatch.setenv("RANK", "three")
-    with pytest.raises(ConfigError, match="three"):
-        find_rank(None, None)
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "words"),
     [
@@ -302,7 +288,7 @@ def test_rank_and_world_size_come_from_the_launcher_before_there_is_a_group(monk
         ((5, 2), {"indices": [[0], [1]]}, ["(2, 1)"]),
     ],
 )
-def test_bad_input_says_what_was_found(arguments, options, words):
+def test_errors_name_the_bad_value(arguments, options, words):
     with pytest.raises(ConfigError) as caught:
         GlobalBatchSampler(*arguments, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -1,5 +1,5 @@
-"""DataLoader: the same samples and random numbers at every world size and number of workers,
-resumed where it stood.
+"""DataLoader: the same samples and random numbers at every world size and number of workers, and
+resuming at the precise batch.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Noisy(Dataset):
 
 
 class Blocks(Noisy):
-    """Fetches whole batches, as many datasets on disk do."""
+    """Fetches whole batches, as many datasets on disk do, and records them."""
 
     def __init__(self):
         self.calls = []
@@ -53,10 +53,10 @@ class Blocks(Noisy):
 
 class Model:
     def __init__(self):
-        self.told = 0
+        self.calls = 0
 
     def no_more_data(self, *optimizer):
-        self.told += 1
+        self.calls += 1
         self.optimizer = optimizer
 
 
@@ -164,7 +164,7 @@ def test_datasets_that_fetch_whole_batches_are_asked_once_for_a_batch():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_training_loop_s_own_random_numbers_are_left_alone(workers):
+def test_the_training_loop_s_own_random_numbers_are_untouched(workers):
     def draws():
         return random.random(), np.random.rand(), torch.rand(()).item()
 
@@ -174,7 +174,7 @@ def test_the_training_loop_s_own_random_numbers_are_left_alone(workers):
     assert [draws() for _ in DataLoader(Noisy(), 5, num_workers=workers)] == expected
 
 
-def test_seeding_can_be_left_out_and_is_where_nothing_is_drawn():
+def test_seeding_can_be_switched_off_and_is_off_where_nothing_is_drawn():
     torch.manual_seed(0)
     values = rows(DataLoader(Noisy(), 5, seed_samples=False))
     torch.manual_seed(0)
@@ -182,7 +182,7 @@ def test_seeding_can_be_left_out_and_is_where_nothing_is_drawn():
     assert rows(DataLoader(Noisy(), 5, seed_samples=False)) != values
     plain = DataLoader(TensorDataset(torch.arange(7)), 3)
     assert [batch[0].tolist() for batch in plain] == [[0, 1, 2], [3, 4, 5], [6]]
-    assert plain._plan._seed is None
+    assert plain._requests._seed is None
 
 
 def test_collate_draws_are_reproducible():
@@ -276,7 +276,7 @@ def test_batches_that_do_not_slice_need_a_function():
 
 def test_empty_batches_of_every_kind_of_collating():
     sample = torch.arange(7)
-    emptied_by = {
+    cases = {
         "list of samples": (list, []),
         "detection": (
             lambda samples: tuple(zip(*[(s, {"boxes": s}) for s in samples], strict=True)),
@@ -295,7 +295,7 @@ def test_empty_batches_of_every_kind_of_collating():
         ),
         "with a constant": (lambda samples: (torch.stack(samples), torch.tensor(2.5), "v1"), None),
     }
-    for name, (collate, expected) in emptied_by.items():
+    for name, (collate, expected) in cases.items():
         batch = list(DataLoader([sample] * 3, 2, collate_fn=collate, rank=1, world_size=2))[-1]
         if name == "with a constant":
             assert (batch[0].shape, batch[1].item(), batch[2]) == ((0, 7), 2.5, "v1")
@@ -313,16 +313,16 @@ def test_empty_batches_of_every_kind_of_collating():
         list(DataLoader([sample] * 3, 2, collate_fn=changing, rank=1, world_size=2))
 
 
-def test_the_model_is_told_at_the_end_of_the_data_and_only_then():
+def test_no_more_data_is_called_at_the_end_of_the_data_and_only_then():
     model = Model()
     loader = DataLoader(Noisy(), 5, model=model)
     for _ in loader:
-        assert model.told == 0
+        assert model.calls == 0
         break
     list(loader)
-    assert (model.told, model.optimizer) == (1, ())
+    assert (model.calls, model.optimizer) == (1, ())
     list(DataLoader(Noisy(), 5, model=model, optimizer="sgd"))
-    assert (model.told, model.optimizer) == (2, ("sgd",))
+    assert (model.calls, model.optimizer) == (2, ("sgd",))
     with pytest.raises(ConfigError, match="Linear has no method no_more_data"):
         DataLoader(Noisy(), 5, model=torch.nn.Linear(1, 1))
 
@@ -349,15 +349,15 @@ def test_device_is_applied_to_nested_batches():
 
     batches = [(torch.ones(1), {"a": [torch.zeros(2)]}, Pair(torch.ones(1), "text"), Own())]
     loader = DataLoader(batches, 1, collate_fn=lambda samples: samples[0], device="meta")
-    (one, two, three, own) = next(iter(loader))
-    assert {t.device.type for t in (one, two["a"][0], three.index)} == {"meta"}
-    assert (three.noise, own.device.type) == ("text", "meta")
+    tensor, mapping, pair, own = next(iter(loader))
+    assert {t.device.type for t in (tensor, mapping["a"][0], pair.index)} == {"meta"}
+    assert (pair.noise, own.device.type) == ("text", "meta")
     assert next(iter(DataLoader(Noisy(), 5, device="auto")))["index"].device.type == "cpu"
     with pytest.raises(ConfigError, match="nowhere"):
         DataLoader(Noisy(), 5, device="nowhere")
 
 
-def test_what_cannot_be_resumed_says_so():
+def test_an_order_that_cannot_be_resumed_is_refused():
     with pytest.raises(ConfigError, match="SequentialSampler"):
         DataLoader(Noisy(), sampler=torch.utils.data.SequentialSampler(Noisy())).state_dict()
     with pytest.raises(ConfigError, match="in_order"):

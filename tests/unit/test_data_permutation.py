@@ -185,10 +185,10 @@ def test_both_parities_occur():
 @pytest.mark.parametrize("other", [(1, 0), (0, 1), (2**63, 0)])
 def test_another_seed_or_epoch_is_an_unrelated_order(length, other):
     size = min(length, 100_000)
-    one = Permutation(length, 0, 0)(np.arange(size)).astype(np.float64)
-    two = Permutation(length, *other)(np.arange(size)).astype(np.float64)
-    assert abs(np.corrcoef(one, two)[0, 1]) < 5 / size**0.5
-    assert (one == two).sum() < 10  # chance gives one per whole order
+    first = Permutation(length, 0, 0)(np.arange(size)).astype(np.float64)
+    second = Permutation(length, *other)(np.arange(size)).astype(np.float64)
+    assert abs(np.corrcoef(first, second)[0, 1]) < 5 / size**0.5
+    assert (first == second).sum() < 10  # chance gives one per whole order
 
 
 def test_every_bit_of_the_seed_and_the_number_flips_half_of_the_bits():

@@ -146,7 +146,7 @@ def test_only_the_own_samples_are_transformed_and_sources_may_skip():
     stream = ShardedIterable(
         source, 5, transform=lambda record: seen.append(record) or record, rank=1, world_size=2
     )
-    assert [list(portion) for portion in stream.batches(0, 2)] == [[13, 14], [18, 19]]
+    assert [list(batch) for batch in stream.batches(0, 2)] == [[13, 14], [18, 19]]
     assert seen == [13, 14, 18, 19]
     assert source.read == list(range(10, 20))
 
@@ -154,14 +154,14 @@ def test_only_the_own_samples_are_transformed_and_sources_may_skip():
 def test_the_source_learns_the_epoch():
     source = Stream(3)
     stream = ShardedIterable(source, 2)
-    assert [list(portion) for portion in stream] == [[0, 1], [2]]
+    assert [list(batch) for batch in stream] == [[0, 1], [2]]
     assert (source.epoch, stream.epoch) == (0, 1)
     stream.set_epoch(4)
     list(stream)
     assert source.epoch == 4
 
 
-def test_random_numbers_of_the_training_loop_are_left_alone():
+def test_random_numbers_of_the_training_loop_are_untouched():
     random.seed(5)
     expected = [random.random() for _ in range(5)]
     random.seed(5)

@@ -4,10 +4,12 @@ Open MPI.
 All contestants take turns inside one run, size by size and round by round, so that a busy moment of
 the machine hits them alike. Results are checked while measured. Columns:
 
-    core       the same call made on the native core directly, without torch.distributed's Python front (as Open MPI is
-               called here, through mpi4py with buffers)
-    limit      what the same ranks reach when each reads and writes as many bytes of its own, at the same time
-    in place   buckets that already lie in shared memory, reduced where they lie (what DistributedDataParallel does)
+    core       the same call made on the native core directly, without torch.distributed's Python
+               front (as Open MPI is called here, through mpi4py with buffers)
+    limit      what the same ranks reach when each reads and writes as many bytes of its own, at the
+               same time
+    in place   buckets that already lie in shared memory, reduced where they lie (what
+               DistributedDataParallel does)
 """
 
 from __future__ import annotations
@@ -25,39 +27,43 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.bench.charts import pyplot
+from paceline.bench.bench_tools import join_group, print_table, pyplot, write_json
 from paceline.bench.simulated_hosts import enter, simulated_hosts
 from paceline.errors import ConfigError, PacelineError
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
 __all__ = ["add_arguments", "run"]
 
-_SIZES = [4 << (2 * step) for step in range(14)]  # 4 B to 256 MB
-_PACELINE, _CORE, _GLOO, _MPI, _IN_PLACE, _LIMIT = (
-    "paceline",
-    "core",
-    "gloo",
-    "mpi",
-    "in place",
-    "limit",
-)
+# From 4 B to 256 MB.
+_SIZES = [4 << (2 * step) for step in range(14)]
+_PACELINE, _CORE, _GLOO, _MPI = "paceline", "core", "gloo", "mpi"
+_IN_PLACE, _LIMIT = "in place", "limit"
+# The native core's codes.
 _FLOAT32, _SUM = 10, 0
+
+# Runs a number of repetitions, returns the seconds of each.
+_Turn = Callable[[int], list[float]]
 
 
 @dataclasses.dataclass
-class _Figures:
+class _Timings:
     """Seconds of each repetition, on the slowest rank's clock."""
 
     seconds: list[float] = dataclasses.field(default_factory=list)
 
-    def percentile(self, share: float) -> float:
-        """The time below which `share` of the repetitions stay."""
+    def percentile(self, fraction: float) -> float:
+        """The time below which this fraction of the repetitions stay."""
         ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
 
     @property
     def best(self) -> float:
+        """The fastest repetition."""
         return min(self.seconds)
 
 
@@ -95,24 +101,22 @@ def run(options: argparse.Namespace) -> int:
     report = []
     hosts, per_host = _placement(options.hosts)
     for ranks in [hosts * per_host] if hosts else options.ranks:
-        figures = _measure(ranks, sizes, options, hosts)
-        _print(ranks, figures, hosts, options.link)
+        timings = _measure(ranks, sizes, options, hosts)
+        _print(ranks, timings, hosts, options.link)
         report += [
             {
                 "ranks": ranks,
                 "bytes": size,
                 "contestant": name,
-                "min_s": f.best,
-                "p50_s": f.percentile(0.5),
-                "p99_s": f.percentile(0.99),
+                "min_s": timing.best,
+                "p50_s": timing.percentile(0.5),
+                "p99_s": timing.percentile(0.99),
             }
-            for size, row in figures.items()
-            for name, f in row.items()
+            for size, row in timings.items()
+            for name, timing in row.items()
         ]
     if options.json:
-        pathlib.Path(options.json).write_text(
-            json.dumps({"machine": _machine(), "all_reduce": report}, indent=1)
-        )
+        write_json(options.json, {"machine": _machine(), "all_reduce": report})
     if plt is not None:
         _plot(report, options.plot, plt)
     return 0
@@ -130,34 +134,40 @@ def _placement(text: str | None) -> tuple[int, int]:
     return int(hosts), int(ranks)
 
 
-# --- measuring -------------------------------------------------------------------------------------
+# --- measuring -------------------------------------------------------------------------------
+
+
 def _measure(
     ranks: int, sizes: list[int], options: argparse.Namespace, hosts: int = 0
-) -> dict[int, dict[str, _Figures]]:
+) -> dict[int, dict[str, _Timings]]:
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
-        places = stack.enter_context(simulated_hosts(hosts, options.link)) if hosts else []
-        mpi = not hosts and stack.enter_context(_mpi(ranks, directory, options))
-        job = (ranks, sizes, options.rounds, options.seconds, directory, mpi, places)
-        processes = [context.Process(target=_rank, args=(rank, *job)) for rank in range(ranks)]
+        host_pids = stack.enter_context(simulated_hosts(hosts, options.link)) if hosts else []
+        mpi = not hosts and stack.enter_context(_mpi_ranks(ranks, directory, options))
+        arguments = (ranks, sizes, options.rounds, options.seconds, directory, mpi, host_pids)
+        processes = [
+            context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(ranks)
+        ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         failed = [
-            f"rank {i}: exit code {p.exitcode}" for i, p in enumerate(processes) if p.exitcode
+            f"rank {rank} exited with status {process.exitcode}"
+            for rank, process in enumerate(processes)
+            if process.exitcode
         ]
         if failed:
             raise PacelineError(f"the benchmark failed: {'; '.join(failed)}")
-        found = json.loads(pathlib.Path(directory, "figures").read_text())
+        seconds = json.loads(pathlib.Path(directory, "seconds").read_text())
     return {
-        int(size): {name: _Figures(times) for name, times in row.items()}
-        for size, row in found.items()
+        int(size): {name: _Timings(times) for name, times in row.items()}
+        for size, row in seconds.items()
     }
 
 
-def _rank(
+def _run_rank(
     rank: int,
     ranks: int,
     sizes: list[int],
@@ -165,91 +175,86 @@ def _rank(
     seconds: float,
     directory: str,
     mpi: bool,
-    places: list[int],
+    host_pids: list[int],
 ) -> None:
-    if places:
-        enter(places[rank * len(places) // ranks])
-    import torch
+    if host_pids:
+        enter(host_pids[rank * len(host_pids) // ranks])
     import torch.distributed as dist
 
-    import paceline  # noqa: F401 - registers the backend
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "paceline", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=ranks
-    )
+    join_group("paceline", directory, rank, ranks)
     gloo = dist.new_group(backend="gloo")
-    found = {}
+    timings = {}
     for size in sizes:
         contestants = _contestants(size, gloo, rank, directory if mpi else None)
-        found[size] = _take_turns(contestants, size, rounds, seconds)
+        timings[size] = _take_turns(contestants, rounds, seconds)
     if rank == 0:
-        seconds_of = {
-            size: {name: figures.seconds for name, figures in row.items()}
-            for size, row in found.items()
+        times = {
+            size: {name: timing.seconds for name, timing in row.items()}
+            for size, row in timings.items()
         }
-        pathlib.Path(directory, "figures").write_text(json.dumps(seconds_of))
+        pathlib.Path(directory, "seconds").write_text(json.dumps(times))
     if mpi:
-        _tell_mpi(directory, rank, "end")
+        _send_to_mpi(directory, rank, "end")
     dist.barrier()
     dist.destroy_process_group()
 
 
-_Turn = Callable[[int], list[float]]  # runs a number of repetitions, returns the seconds of each
-
-
-def _contestants(size: int, gloo: Any, rank: int, mpi_directory: str | None) -> dict[str, _Turn]:
+def _contestants(
+    size: int, gloo: dist.ProcessGroup, rank: int, mpi_directory: str | None
+) -> dict[str, _Turn]:
     import torch
     import torch.distributed as dist
 
     data = torch.zeros(size // 4)
-    ranks = dist.get_world_size()
-    wanted = float(sum(range(1, ranks + 1)))
+    expected = float(sum(range(1, dist.get_world_size() + 1)))
+    world: Any = dist.group.WORLD
 
-    def through_torch(group: Any) -> Callable[[], Any]:
+    def through_torch(group: dist.ProcessGroup | None) -> Callable[[], object]:
         return lambda: dist.all_reduce(data, group=group)
 
-    def all_reduce(group: Any, way: Callable[[Any], Callable[[], Any]] = through_torch) -> _Turn:
-        call = way(group)
+    def through_core() -> Callable[[], object]:
+        comm = world.engine.comm
+        return lambda: comm.allreduce(data.data_ptr(), data.numel(), _FLOAT32, _SUM)
 
+    def all_reduce(call: Callable[[], object]) -> _Turn:
         def turn(repetitions: int) -> list[float]:
             times = []
             for _ in range(repetitions):
                 data.fill_(rank + 1)
+                # So that nobody's time contains the peers' preparations.
                 dist.barrier()
                 start = time.perf_counter()
                 call()
                 times.append(time.perf_counter() - start)
-                if data[0].item() != wanted or data[-1].item() != wanted:
-                    raise PacelineError(f"wrong sum: {data[0].item()} instead of {wanted}")
-            if not torch.all(data == wanted):
+                if data[0].item() != expected or data[-1].item() != expected:
+                    raise PacelineError(f"wrong sum: expected {expected}, found {data[0].item()}")
+            if not torch.all(data == expected):
                 raise PacelineError("wrong sum somewhere in the middle")
             return times
 
         return turn
 
-    def core(_: Any) -> Callable[[], None]:
-        comm = world.engine.comm
-        return lambda: comm.allreduce(data.data_ptr(), data.numel(), _FLOAT32, _SUM)
-
-    world: Any = dist.group.WORLD
-    turns = {_PACELINE: all_reduce(dist.group.WORLD), _GLOO: all_reduce(gloo)}
-    turns[_LIMIT] = _limit_turn(data)
-    if hasattr(world.engine, "comm"):  # all ranks on one host
-        turns[_CORE] = all_reduce(None, core)
-        turns[_IN_PLACE] = _in_place_turn(size, rank, wanted)
+    turns = {
+        _PACELINE: all_reduce(through_torch(world)),
+        _GLOO: all_reduce(through_torch(gloo)),
+        _LIMIT: _limit_turn(data),
+    }
+    all_on_one_host = hasattr(world.engine, "comm")
+    if all_on_one_host:
+        turns[_CORE] = all_reduce(through_core())
+        turns[_IN_PLACE] = _in_place_turn(size, rank, expected)
     if mpi_directory is not None:
         turns[_MPI] = _mpi_turn(size, rank, mpi_directory)
     return turns
 
 
-def _in_place_turn(size: int, rank: int, wanted: float) -> _Turn:
+def _in_place_turn(size: int, rank: int, expected: float) -> _Turn:
     import torch
     import torch.distributed as dist
 
     group: Any = dist.group.WORLD
     arena = group.engine.open_arena(size, 1)
-    arena.define(0, 0, size // 4, 10, 0)
+    arena.define(0, 0, size // 4, _FLOAT32, _SUM)
     data = torch.frombuffer(arena.buffer, dtype=torch.float32)
 
     def turn(repetitions: int) -> list[float]:
@@ -261,14 +266,14 @@ def _in_place_turn(size: int, rank: int, wanted: float) -> _Turn:
             arena.ready(0)
             arena.finish(0)
             times.append(time.perf_counter() - start)
-        if not torch.all(data == wanted):
+        if not torch.all(data == expected):
             raise PacelineError("wrong sum in place")
         return times
 
     return turn
 
 
-def _limit_turn(data: Any) -> _Turn:
+def _limit_turn(data: torch.Tensor) -> _Turn:
     import torch.distributed as dist
 
     def turn(repetitions: int) -> list[float]:
@@ -283,35 +288,35 @@ def _limit_turn(data: Any) -> _Turn:
     return turn
 
 
-def _take_turns(
-    contestants: dict[str, _Turn], size: int, rounds: int, seconds: float
-) -> dict[str, _Figures]:
-    """Round by round, everyone in turn. The slowest rank's time counts."""
+def _take_turns(contestants: dict[str, _Turn], rounds: int, seconds: float) -> dict[str, _Timings]:
+    """Time all contestants in turn, round by round. The slowest rank's time counts."""
     import torch
     import torch.distributed as dist
 
-    found = {name: _Figures() for name in contestants}
+    # A trial decides how many repetitions make a turn of about `seconds`; it warms up as well.
+    repetitions = {}
     for name, turn in contestants.items():
-        first = torch.tensor([max(turn(2))])
-        dist.all_reduce(first, dist.ReduceOp.MAX)
-        found[name].seconds = [first.item()]
-    repetitions = {name: max(3, min(300, int(seconds / f.best))) for name, f in found.items()}
-    for name in contestants:
-        found[name].seconds = []
+        trial = torch.tensor([max(turn(2))])
+        dist.all_reduce(trial, dist.ReduceOp.MAX)
+        repetitions[name] = max(3, min(300, int(seconds / trial.item())))
+    timings = {name: _Timings() for name in contestants}
     for _ in range(rounds):
         for name, turn in contestants.items():
             times = torch.tensor(turn(repetitions[name]))
             dist.all_reduce(times, dist.ReduceOp.MAX)
-            found[name].seconds += times.tolist()
-    return found
+            timings[name].seconds += times.tolist()
+    return timings
 
 
-# --- Open MPI: its ranks sleep on a pipe of their own until it is their turn -------------------------
+# --- Open MPI: its ranks sleep on a pipe of their own until it is their turn ------------------
+
+
 @contextlib.contextmanager
-def _mpi(ranks: int, directory: str, options: argparse.Namespace) -> Iterator[bool]:
+def _mpi_ranks(ranks: int, directory: str, options: argparse.Namespace) -> Iterator[bool]:
     if options.no_mpi or shutil.which("mpirun") is None or not _has_mpi4py():
         yield False
         return
+    # Pipes rather than MPI's own waiting, which spins and would take the cores from the others.
     for rank in range(ranks):
         os.mkfifo(f"{directory}/to-{rank}")
         os.mkfifo(f"{directory}/from-{rank}")
@@ -333,14 +338,14 @@ def _has_mpi4py() -> bool:
     return importlib.util.find_spec("mpi4py") is not None
 
 
-def _tell_mpi(directory: str, rank: int, line: str) -> None:
+def _send_to_mpi(directory: str, rank: int, line: str) -> None:
     with open(f"{directory}/to-{rank}", "w") as pipe:
         pipe.write(f"{line}\n")
 
 
 def _mpi_turn(size: int, rank: int, directory: str) -> _Turn:
     def turn(repetitions: int) -> list[float]:
-        _tell_mpi(directory, rank, f"{size} {repetitions}")
+        _send_to_mpi(directory, rank, f"{size} {repetitions}")
         with open(f"{directory}/from-{rank}") as pipe:
             times: list[float] = json.loads(pipe.readline())
         return times
@@ -348,7 +353,9 @@ def _mpi_turn(size: int, rank: int, directory: str) -> _Turn:
     return turn
 
 
-# --- telling -----------------------------------------------------------------------------------------
+# --- the report ------------------------------------------------------------------------------
+
+
 def _machine() -> dict[str, Any]:
     import platform
 
@@ -363,46 +370,31 @@ def _machine() -> dict[str, Any]:
 
 
 def _print(
-    ranks: int, figures: dict[int, dict[str, _Figures]], hosts: int = 0, link: str | None = None
+    ranks: int, timings: dict[int, dict[str, _Timings]], hosts: int = 0, link: str | None = None
 ) -> None:
-    from rich.console import Console
-    from rich.table import Table
+    has_mpi = any(_MPI in row for row in timings.values())
+    title = f"all_reduce, float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
+    title += f", as {hosts} hosts" if hosts else ""
+    title += f" on links of {link}" if link else ""
+    against_mpi = ["x MPI"] if has_mpi else []
+    columns = ["bytes", "min", "p50", "p99", "GB/s", "x Gloo", *against_mpi, "of limit"]
+    if not hosts:
+        columns += ["core", *against_mpi, "in place", "of limit"]
+    rows = [_table_row(size, row, has_mpi, hosts > 0) for size, row in timings.items()]
+    print_table(title, columns, rows)
 
-    has_mpi = any(_MPI in row for row in figures.values())
-    cores = len(os.sched_getaffinity(0))
-    where = (
-        f"{ranks} ranks on {cores} cores"
-        + (f", as {hosts} hosts" if hosts else "")
-        + (f" on links of {link}" if link else "")
-    )
-    table = Table(title=f"all_reduce, float32, {where}", title_justify="left")
-    columns = [
-        "bytes",
-        "min",
-        "p50",
-        "p99",
-        "GB/s",
-        "x Gloo",
-        *(["x MPI"] if has_mpi else []),
-        "of limit",
-    ]
-    columns += [] if hosts else ["core", *(["x MPI"] if has_mpi else []), "in place", "of limit"]
-    for column in columns:
-        table.add_column(column, justify="right", no_wrap=True)
-    for size, row in figures.items():
-        ours, limit = row[_PACELINE], row[_LIMIT].best
-        cells = [f"{size:,}", *map(_time, (ours.best, ours.percentile(0.5), ours.percentile(0.99)))]
-        cells += [f"{size / ours.best / 1e9:.2f}", f"{row[_GLOO].best / ours.best:.1f}"]
-        cells += [f"{row[_MPI].best / ours.best:.2f}"] if has_mpi else []
-        cells.append(f"{limit / ours.best:.0%}")
-        if not hosts:
-            core, in_place = row[_CORE].best, row[_IN_PLACE].best
-            cells += [_time(core), *([f"{row[_MPI].best / core:.2f}"] if has_mpi else [])]
-            cells += [f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
-        table.add_row(*cells)
-    console = Console()
-    console.width = max(console.width, 140)
-    console.print(table)
+
+def _table_row(size: int, row: dict[str, _Timings], has_mpi: bool, has_hosts: bool) -> list[str]:
+    ours, limit = row[_PACELINE], row[_LIMIT].best
+    cells = [f"{size:,}", *map(_time, (ours.best, ours.percentile(0.5), ours.percentile(0.99)))]
+    cells += [f"{size / ours.best / 1e9:.2f}", f"{row[_GLOO].best / ours.best:.1f}"]
+    cells += [f"{row[_MPI].best / ours.best:.2f}"] if has_mpi else []
+    cells.append(f"{limit / ours.best:.0%}")
+    if not has_hosts:
+        core, in_place = row[_CORE].best, row[_IN_PLACE].best
+        cells += [_time(core), *([f"{row[_MPI].best / core:.2f}"] if has_mpi else [])]
+        cells += [f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
+    return cells
 
 
 def _time(seconds: float) -> str:
@@ -412,14 +404,15 @@ def _time(seconds: float) -> str:
 def _plot(report: list[dict[str, Any]], file: str, plt: Any) -> None:
     for ranks in sorted({entry["ranks"] for entry in report}):
         for name in (_PACELINE, _CORE, _GLOO, _MPI, _IN_PLACE):
-            rows = [e for e in report if e["ranks"] == ranks and e["contestant"] == name]
-            if rows:
-                label = f"{name}, {ranks} ranks"
+            entries = [
+                entry for entry in report if entry["ranks"] == ranks and entry["contestant"] == name
+            ]
+            if entries:
                 plt.plot(
-                    [e["bytes"] for e in rows],
-                    [e["min_s"] * 1e6 for e in rows],
+                    [entry["bytes"] for entry in entries],
+                    [entry["min_s"] * 1e6 for entry in entries],
                     marker="o",
-                    label=label,
+                    label=f"{name}, {ranks} ranks",
                 )
     plt.xscale("log", base=2)
     plt.yscale("log")

@@ -1,9 +1,10 @@
 """`paceline bench ddp`: training steps of six models, ours beside torch's class, interleaved in one
 run.
 
-Every way of training runs in the same processes in turn, in many short rounds; a way's time is the
-mean step of its best round. "barrier" is a step whose ranks exchange no gradients but meet once:
-what this machine allows at best.
+All variants - plain, wrapped by ours, wrapped by torch's with different settings - train in the
+same processes in turn, in many short rounds; the time of a variant is the mean step of its best
+round. "barrier" is a step whose ranks exchange no gradients but pass one barrier: the best this
+machine allows.
 """
 
 from __future__ import annotations
@@ -17,14 +18,26 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from paceline.bench.charts import pyplot
+from paceline.bench.bench_tools import (
+    join_group,
+    own_memory_mib,
+    print_table,
+    pyplot,
+    write_json,
+)
 from paceline.bench.models import Case, cases
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+    from torch import nn
 
 __all__ = ["add_arguments", "run"]
 
-_BARS = {  # model -> how many times as fast as torch's class it shall be
+# Model -> how many times as fast as torch's class a step should be.
+_EXPECTED_SPEEDUP = {
     "mlp-64": 2.0,
     "mlp-100-layers": 1.2,
     "cnn-batchnorm": 1.0,
@@ -52,7 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--rounds", type=int, default=25, help="rounds over all ways of training (default: 25)"
     )
     parser.add_argument(
-        "--models", default=",".join(_BARS), help=f"comma-separated, of: {', '.join(_BARS)}"
+        "--models",
+        default=",".join(_EXPECTED_SPEEDUP),
+        help=f"comma-separated, of: {', '.join(_EXPECTED_SPEEDUP)}",
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
@@ -60,9 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     names = options.models.split(",")
-    unknown = [name for name in names if name not in _BARS]
+    unknown = [name for name in names if name not in _EXPECTED_SPEEDUP]
     if unknown:
-        raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_BARS)}")
+        raise SystemExit(
+            f"unknown model {', '.join(unknown)}; there are {', '.join(_EXPECTED_SPEEDUP)}"
+        )
     plt = pyplot() if options.plot else None
 
     from torch.multiprocessing.spawn import start_processes
@@ -70,100 +87,103 @@ def run(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         result = os.path.join(directory, "result.json")
         arguments = (options.ranks, names, options.rounds, directory, result)
-        start_processes(_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
+        start_processes(_run_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
         with open(result) as file:
-            found = json.load(file)
-    found["peak_memory"] = _peak_memory(options.ranks)
-    _print(found, options.ranks)
+            figures = json.load(file)
+    figures["peak_memory"] = _peak_memory(options.ranks)
+    _print(figures, options.ranks)
     if options.json:
-        with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+        write_json(options.json, figures)
     if plt is not None:
-        _plot(found, options.plot, plt)
+        _plot(figures, options.plot, plt)
     return 0
 
 
-# ---------------------------------------------------------------------------------------------- on every rank
+# --- on every rank ---------------------------------------------------------------------------
 
 
-def _rank(
+def _run_rank(
     rank: int, world: int, names: list[str], rounds: int, directory: str, result: str
 ) -> None:
-    import torch
     import torch.distributed as dist
 
-    import paceline  # noqa: F401 - registers the backend
-
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world
-    )
-    shared = dist.new_group(backend="paceline")
-    found: dict[str, Any] = {"models": {}, "world_of_one": _world_of_one_cost()}
+    join_group("gloo", directory, rank, world)
+    group = dist.new_group(backend="paceline")
+    assert group is not None, "every rank is in this group"
+    figures: dict[str, Any] = {"models": {}, "world_of_one": _single_process_cost()}
     dist.barrier()
     for name in names:
-        found["models"][name] = _measure(cases()[name], shared, rounds)
-    found["construction"] = _construction(shared, rounds)
-    found["digest"] = _digest_cost(shared)
+        figures["models"][name] = _measure(cases()[name], group, rounds)
+    figures["construction"] = _construction_ms(group, rounds)
+    figures["digest"] = _digest_cost(group)
     if rank == 0:
-        with open(result, "w") as file:
-            json.dump(found, file)
+        write_json(result, figures)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(case: Case, shared: Any, rounds: int) -> dict[str, Any]:
-    """Mean step of the best round, per way of training, in microseconds."""
+def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dict[str, float]]:
+    """Mean step of the best round, by variant, in microseconds."""
     import torch
     import torch.distributed as dist
 
     import paceline
 
-    ways: dict[str, Callable[[], Any]] = {"plain": case.build, "barrier": case.build}
-    ways["paceline"] = lambda: paceline.DistributedDataParallel(case.build(), process_group=shared)
+    variants: dict[str, Callable[[], nn.Module]] = {"plain": case.build, "barrier": case.build}
+    variants["paceline"] = lambda: paceline.DistributedDataParallel(
+        case.build(), process_group=group
+    )
     for setting, arguments in _STOCK_SETTINGS.items():
-        ways[f"torch ({setting})"] = functools.partial(_build_stock, case, arguments)
-    trained = {}
-    for way, build in ways.items():
+        variants[f"torch ({setting})"] = functools.partial(_build_stock, case, arguments)
+    steps = {}
+    for variant, build in variants.items():
         torch.manual_seed(0)
-        model = build()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        meet = shared.barrier if way == "barrier" else None
-        trained[way] = _stepper(model, optimizer, case.batch(), meet)
+        barrier = group.barrier if variant == "barrier" else None
+        steps[variant] = _make_step(build(), case.batch(), barrier)
         for _ in range(4):
-            trained[way]()
-    best: dict[str, float] = dict.fromkeys(ways, float("inf"))
+            steps[variant]()
+    # Interleaved, so that a busy moment of the machine hits all variants alike. The barrier lets
+    # ranks start together; the first step after it is not timed.
+    best: dict[str, float] = dict.fromkeys(variants, float("inf"))
     for _ in range(rounds):
-        for way, step in trained.items():
+        for variant, step in steps.items():
             dist.barrier()
             step()
-            best[way] = min(best[way], _mean_step(step, case.steps))
+            best[variant] = min(best[variant], _mean_step_us(step, case.steps))
     # The slowest rank's time is the time of the step.
     slowest = torch.tensor(list(best.values()))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return {"microseconds": dict(zip(best, slowest.tolist(), strict=True))}
 
 
-def _build_stock(case: Case, arguments: dict[str, Any]) -> Any:
+def _build_stock(case: Case, arguments: dict[str, Any]) -> nn.Module:
     import torch
 
     return torch.nn.parallel.DistributedDataParallel(case.build(), **arguments)
 
 
-def _stepper(
-    model: Any, optimizer: Any, batch: Any, meet: Callable[[], Any] | None
+def _make_step(
+    model: nn.Module,
+    batch: torch.Tensor,
+    barrier: Callable[[], Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
 ) -> Callable[[], None]:
+    """A function that makes one training step, with an optimizer of its own unless given one."""
+    import torch
+
+    used = torch.optim.SGD(model.parameters(), lr=1e-4) if optimizer is None else optimizer
+
     def step() -> None:
-        optimizer.zero_grad()
+        used.zero_grad()
         model(batch).square().mean().backward()
-        if meet is not None:
-            meet().wait()
-        optimizer.step()
+        if barrier is not None:
+            barrier().wait()
+        used.step()
 
     return step
 
 
-def _mean_step(step: Callable[[], None], steps: int) -> float:
+def _mean_step_us(step: Callable[[], object], steps: int) -> float:
     times = []
     for _ in range(steps):
         started = time.perf_counter()
@@ -172,33 +192,37 @@ def _mean_step(step: Callable[[], None], steps: int) -> float:
     return statistics.fmean(times) * 1e6
 
 
-def _world_of_one_cost() -> float:
-    """Step of a wrapped small MLP over that of the same MLP without, in a world of one: the median
-    of many pairs.
+def _single_process_cost() -> float:
+    """Step of a wrapped small MLP over that of the same MLP without, in a group of one rank: the
+    median of many pairs.
     """
     import torch
     import torch.distributed as dist
 
     import paceline
 
-    alone = dist.new_group([0], backend="gloo")
+    single_rank_group = dist.new_group([0], backend="gloo")
     if dist.get_rank() != 0:
         return 0.0
     case = cases()["mlp-64"]
     plain = case.build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=1e-4)
-    wrapped = paceline.DistributedDataParallel(plain, process_group=alone)
-    # One model, one memory: only the call differs.
-    steps = [_stepper(model, optimizer, case.batch(), None) for model in (plain, wrapped)]
+    wrapped = paceline.DistributedDataParallel(plain, process_group=single_rank_group)
+    # Both train the same parameters with the same optimizer: only the call differs.
+    models = {"plain": plain, "wrapped": wrapped}
+    steps = {
+        name: _make_step(model, case.batch(), optimizer=optimizer) for name, model in models.items()
+    }
     ratios = []
-    for number in range(400):
-        first, second = steps if number % 2 else reversed(steps)
-        times = {id(step): _mean_step(step, 10) for step in (first, second)}
-        ratios.append(times[id(steps[1])] / times[id(steps[0])])
+    for pair in range(400):
+        # Alternately first and second: whatever the first one leaves in the caches helps both.
+        order = list(steps) if pair % 2 else list(reversed(steps))
+        times = {name: _mean_step_us(steps[name], 10) for name in order}
+        ratios.append(times["wrapped"] / times["plain"])
     return statistics.median(ratios)
 
 
-def _construction(shared: Any, rounds: int) -> dict[str, float]:
+def _construction_ms(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
     """Wrapping a module of 1,000 parameters, in milliseconds."""
     import torch
     import torch.distributed as dist
@@ -208,86 +232,77 @@ def _construction(shared: Any, rounds: int) -> dict[str, float]:
     stock = torch.nn.parallel.DistributedDataParallel
     best = {"torch": float("inf"), "paceline": float("inf")}
     for _ in range(rounds):
-        for way, before in best.items():
+        for variant, before in best.items():
             net = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(500)])
             dist.barrier()
             started = time.perf_counter()
             wrapped = (
                 stock(net)
-                if way == "torch"
-                else paceline.DistributedDataParallel(net, process_group=shared)
+                if variant == "torch"
+                else paceline.DistributedDataParallel(net, process_group=group)
             )
-            best[way] = min(before, (time.perf_counter() - started) * 1e3)
+            best[variant] = min(before, (time.perf_counter() - started) * 1e3)
             del wrapped
     return best
 
 
-def _digest_cost(shared: Any) -> dict[str, float]:
-    """What looking for drifted replicas adds to a step, as a share of it: one look, spread over the
-    steps between.
+def _digest_cost(group: dist.ProcessGroup) -> dict[str, float]:
+    """What comparing the replicas adds to a step, as a fraction of it: one comparison, spread over
+    the steps between two.
     """
-    import torch
     import torch.distributed as dist
 
     import paceline
 
-    shares = {}
+    costs = {}
     for name in ("mlp-64", "mlp-100-layers", "mlp-17m"):
         case = cases()[name]
-        model = paceline.DistributedDataParallel(case.build(), process_group=shared)
-        step = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
+        model = paceline.DistributedDataParallel(case.build(), process_group=group)
+        step = _make_step(model, case.batch())
         for _ in range(4):
             step()
-        look, training = float("inf"), float("inf")
+        comparison, training = float("inf"), float("inf")
         for _ in range(5):
             dist.barrier()
-            training = min(training, _mean_step(step, case.steps))
+            training = min(training, _mean_step_us(step, case.steps))
             dist.barrier()
-            look = min(look, _mean_step(model.compare_replicas, 1))
-        shares[name] = look / model.compares_replicas_every / training
-    return shares
-
-
-_MEMORY_WAYS = ("paceline", "torch")
+            comparison = min(comparison, _mean_step_us(model.compare_replicas, 1))
+        costs[name] = comparison / model.compares_replicas_every / training
+    return costs
 
 
 def _peak_memory(ranks: int) -> dict[str, float]:
-    """Peak of one rank's memory while it trains the 17 M-parameter model, in MiB, each way in
+    """Peak of one rank's memory while it trains the 17 M-parameter model, in MiB, each class in
     processes of its own.
     """
     from torch.multiprocessing.spawn import start_processes
 
-    found = {}
-    for way in _MEMORY_WAYS:
+    peaks = {}
+    for variant in ("paceline", "torch"):
         with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
-            start_processes(
-                _memory_rank, args=(ranks, way, directory), nprocs=ranks, start_method="spawn"
-            )
+            arguments = (ranks, variant, directory)
+            start_processes(_run_memory_rank, args=arguments, nprocs=ranks, start_method="spawn")
             with open(os.path.join(directory, "peak")) as file:
-                found[way] = float(file.read())
-    return found
+                peaks[variant] = float(file.read())
+    return peaks
 
 
-def _memory_rank(rank: int, world: int, way: str, directory: str) -> None:
+def _run_memory_rank(rank: int, world: int, variant: str, directory: str) -> None:
     import torch
     import torch.distributed as dist
 
     import paceline
 
-    torch.set_num_threads(1)
-    backend = "paceline" if way == "paceline" else "gloo"
-    dist.init_process_group(
-        backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world
-    )
+    join_group("paceline" if variant == "paceline" else "gloo", directory, rank, world)
     case = cases()["mlp-17m"]
-    model: Any = case.build()
-    if way == "paceline":
-        model = paceline.DistributedDataParallel(model)
+    model: nn.Module
+    if variant == "paceline":
+        model = paceline.DistributedDataParallel(case.build())
     else:
-        model = torch.nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
-    step = _stepper(model, torch.optim.SGD(model.parameters(), lr=1e-4), case.batch(), None)
+        model = _build_stock(case, {"gradient_as_bucket_view": True})
+    step = _make_step(model, case.batch())
     before = _resident_mib()
-    peak = _Peak()
+    peak = _PeakMemory()
     for _ in range(6):
         step()
     highest = torch.tensor([peak.stop() - before])
@@ -298,22 +313,23 @@ def _memory_rank(rank: int, world: int, way: str, directory: str) -> None:
     dist.destroy_process_group()
 
 
-class _Peak:
-    """The highest memory a process held: its own pages, and its share of those it shares with other
-    ranks.
+class _PeakMemory:
+    """The most memory this process held, sampled by a thread: its own pages, and a part of those
+    it shares with other ranks.
     """
 
     def __init__(self) -> None:
         self._highest = _resident_mib()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
+        self._thread = threading.Thread(target=self._sample)
         self._thread.start()
 
-    def _watch(self) -> None:
+    def _sample(self) -> None:
         while not self._stopped.wait(0.002):
             self._highest = max(self._highest, _resident_mib())
 
     def stop(self) -> float:
+        """Stop sampling; returns the peak in MiB."""
         self._stopped.set()
         self._thread.join()
         return self._highest
@@ -321,22 +337,18 @@ class _Peak:
 
 def _resident_mib() -> float:
     """Proportional set size: a page of two processes counts half in each."""
-    with open("/proc/self/smaps_rollup") as file:
-        for line in file:
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) / 1024
-    raise RuntimeError("the kernel does not tell how much memory a process has")
+    return own_memory_mib("smaps_rollup", "Pss")
 
 
-# ---------------------------------------------------------------------------------------------- the report
+# --- the report ------------------------------------------------------------------------------
 
 
-def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
+def _summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    for name, one in found["models"].items():
-        times = one["microseconds"]
-        stock = {way: value for way, value in times.items() if way.startswith("torch")}
-        fastest = min(stock, key=lambda way: stock[way])
+    for name, measured in figures["models"].items():
+        times = measured["microseconds"]
+        stock = {variant: us for variant, us in times.items() if variant.startswith("torch")}
+        fastest = min(stock, key=lambda variant: stock[variant])
         rows.append(
             {
                 "model": name,
@@ -344,7 +356,7 @@ def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
                 "torch": stock[fastest],
                 "setting": fastest.removeprefix("torch (").removesuffix(")"),
                 "faster": stock[fastest] / times["paceline"],
-                "bar": _BARS[name],
+                "expected": _EXPECTED_SPEEDUP[name],
                 "against_barrier": times["paceline"] / times["barrier"],
                 "against_plain": times["paceline"] / times["plain"],
             }
@@ -352,52 +364,43 @@ def _summary(found: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def _print(found: dict[str, Any], ranks: int) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"one training step, {ranks} ranks x 1 thread, best round, slowest rank")
-    columns = (
-        "model",
-        "paceline",
-        "torch (best)",
-        "its setting",
-        "times as fast",
-        "bar",
-        "/ barrier",
-        "/ plain",
-    )
-    for column in columns:
-        table.add_column(column, justify="left" if column in ("model", "its setting") else "right")
-    for row in _summary(found):
-        table.add_row(
+def _print(figures: dict[str, Any], ranks: int) -> None:
+    rows = [
+        (
             row["model"],
             f"{row['paceline'] / 1e3:.3f} ms",
             f"{row['torch'] / 1e3:.3f} ms",
             row["setting"],
             f"{row['faster']:.2f}",
-            f"{row['bar']:.1f}",
+            f"{row['expected']:.1f}",
             f"{row['against_barrier']:.3f}",
             f"{row['against_plain']:.3f}",
         )
-    console = Console()
-    console.print(table)
-    construction = found["construction"]
-    console.print(
-        f"wrapping 1,000 parameters: paceline {construction['paceline']:.1f} ms, torch {construction['torch']:.1f} ms; "
-        f"world of one: {found['world_of_one']:.3f} of a plain step"
+        for row in _summary(figures)
+    ]
+    columns = ("model", "paceline", "torch (best)", "its setting", "times as fast", "bar")
+    print_table(
+        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
+        (*columns, "/ barrier", "/ plain"),
+        rows,
+        text_columns=("model", "its setting"),
     )
-    memory = found["peak_memory"]
-    console.print(
-        f"peak memory of a rank, 17 M parameters: paceline {memory['paceline']:.0f} MiB, torch (view) "
-        f"{memory['torch']:.0f} MiB"
+    construction, memory = figures["construction"], figures["peak_memory"]
+    print(
+        f"wrapping 1,000 parameters: paceline {construction['paceline']:.1f} ms, "
+        f"torch {construction['torch']:.1f} ms; "
+        f"single process: {figures['world_of_one']:.3f} of a plain step"
     )
-    shares = ", ".join(f"{name} {share:.2%}" for name, share in found["digest"].items())
-    console.print(f"comparing the replicas, share of all steps: {shares}")
+    print(
+        f"peak memory of a rank, 17 M parameters: paceline {memory['paceline']:.0f} MiB, "
+        f"torch (view) {memory['torch']:.0f} MiB"
+    )
+    costs = ", ".join(f"{name} {cost:.2%}" for name, cost in figures["digest"].items())
+    print(f"comparing the replicas, share of all steps: {costs}")
 
 
-def _plot(found: dict[str, Any], path: str, plt: Any) -> None:
-    rows = _summary(found)
+def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:
+    rows = _summary(figures)
     figure, axes = plt.subplots(figsize=(8, 4))
     axes.bar([row["model"] for row in rows], [row["faster"] for row in rows])
     axes.axhline(1.0, color="black", linewidth=0.8)

@@ -1,5 +1,5 @@
-"""Start-up: from the command to the first training step, `paceline run` beside torchrun, on the
-same script.
+"""`paceline bench launch`: from the command to the first training step, `paceline run` beside
+torchrun, on the same script.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     print(
-        "seconds from the command to the end of the first step on all ranks; the same script, stock DDP on Gloo"
+        "seconds from the command to the end of the first step on all ranks; the same script, "
+        "stock DDP on Gloo"
     )
     print(f"best of {options.repeats}, interleaved, {os.cpu_count()} cores\n")
     print(f"{'ranks':>5}  {'torchrun':>9}  {'paceline run':>12}  {'ratio':>6}")
@@ -67,24 +68,26 @@ def _measure(ranks: int, repeats: int) -> dict[str, float]:
     }
     best = dict.fromkeys(commands, float("inf"))
     for _ in range(repeats):
+        # In turn, so that a busy moment of the machine hits both alike.
         for name, command in commands.items():
             best[name] = min(best[name], _time_to_first_step(command, ranks))
     return best
 
 
 def _time_to_first_step(command: list[str], ranks: int) -> float:
-    with tempfile.TemporaryDirectory() as folder:
-        script = pathlib.Path(folder, "first_step.py")
+    with tempfile.TemporaryDirectory() as directory:
+        script = pathlib.Path(directory, "first_step.py")
         script.write_text(_SCRIPT)
-        began = time.time()
-        environ = {**os.environ, "FIRST_STEP": folder, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
+        start = time.time()
+        environ = {**os.environ, "FIRST_STEP": directory, "OMP_NUM_THREADS": "1"}
+        completed = subprocess.run(
             [*command, str(script)], check=False, capture_output=True, text=True, env=environ
         )
-        if done.returncode != 0:
+        if completed.returncode != 0:
             raise LaunchError(
-                f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr}"
+                f"{' '.join(command)} exited with status {completed.returncode}:\n"
+                f"{completed.stderr}"
             )
-        return (
-            max(float(pathlib.Path(folder, str(rank)).read_text()) for rank in range(ranks)) - began
-        )
+        # Each rank has written the time of its first step.
+        ends = [pathlib.Path(directory, str(rank)).read_text() for rank in range(ranks)]
+        return max(map(float, ends)) - start

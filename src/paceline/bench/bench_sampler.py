@@ -1,4 +1,4 @@
-"""`paceline bench sampler`: time to the first index, memory and throughput, next to torch's
+"""`paceline bench sampler`: time to the first index, memory and throughput, compared with torch's
 DistributedSampler.
 """
 
@@ -14,16 +14,16 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
+from paceline.bench.bench_tools import own_memory_mib, print_table
 from paceline.errors import PacelineError
 
 __all__ = ["add_arguments", "run"]
 
-_TAKEN = 2_000_000  # indices timed after the first, or the whole share if that is shorter
-_STOCK, _DROP_IN, _GLOBAL = (
-    "torch DistributedSampler",
-    "paceline DistributedSampler",
-    "paceline GlobalBatchSampler",
-)
+# Indices timed after the first, or the whole share if that is shorter.
+_TIMED_INDICES = 2_000_000
+_STOCK = "torch DistributedSampler"
+_DROP_IN = "paceline DistributedSampler"
+_GLOBAL = "paceline GlobalBatchSampler"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +33,7 @@ class _Figures:
     per_second: float
 
     def best(self, other: _Figures) -> _Figures:
+        """The better of both in each respect."""
         return _Figures(
             min(self.first_s, other.first_s),
             min(self.memory_mb, other.memory_mb),
@@ -60,55 +61,57 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     kinds = [_GLOBAL] if options.only_global else [_STOCK, _DROP_IN, _GLOBAL]
-    found: dict[str, _Figures] = {}
+    best: dict[str, _Figures] = {}
     for _ in range(options.rounds):
         for kind in kinds:
-            figures = _in_fresh_process(kind, options)
-            found[kind] = figures.best(found[kind]) if kind in found else figures
-    _print(found, options)
+            figures = _measure_in_fresh_process(kind, options)
+            best[kind] = figures.best(best[kind]) if kind in best else figures
+    _print(best, options)
     return 0
 
 
-def _in_fresh_process(kind: str, options: argparse.Namespace) -> _Figures:
-    """Measured alone: memory that one sampler leaves to the allocator would hide what the next one
+def _measure_in_fresh_process(kind: str, options: argparse.Namespace) -> _Figures:
+    """Alone, because memory that one sampler leaves to the allocator would hide what the next one
     takes.
     """
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    place = (options.samples, options.world_size, options.batch_size)
-    process = context.Process(target=_measure, args=(theirs, kind, *place))
+    receiver, sender = context.Pipe(duplex=False)
+    arguments = (sender, kind, options.samples, options.world_size, options.batch_size)
+    process = context.Process(target=_measure, args=arguments)
     process.start()
-    theirs.close()
+    sender.close()
     try:
-        figures: _Figures = ours.recv()
+        figures: _Figures = receiver.recv()
     except EOFError:
         process.join()
         raise PacelineError(
-            f"measuring {kind} over {options.samples:,} samples ended with exit code {process.exitcode} and no result; "
-            "out of memory? Try fewer --samples, or --only-global"
+            f"measuring {kind} over {options.samples:,} samples exited with status "
+            f"{process.exitcode} and no result; out of memory? Try fewer --samples, or "
+            "--only-global"
         ) from None
     process.join()
     return figures
 
 
-def _measure(pipe: Connection, kind: str, samples: int, world_size: int, batch_size: int) -> None:
-    make = _maker(kind, samples, world_size, batch_size)
-    next(
-        _maker(kind, world_size, world_size, world_size)()
-    )  # what is loaded on first use, with next to no data
-    pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-    before = _status_mb("VmRSS")
+def _measure(sender: Connection, kind: str, samples: int, world_size: int, batch_size: int) -> None:
+    make_indices = _index_source(kind, samples, world_size, batch_size)
+    # What is loaded on first use, with next to no data.
+    next(_index_source(kind, world_size, world_size, world_size)())
+    # Resets the peak, VmHWM (man 5 proc).
+    pathlib.Path("/proc/self/clear_refs").write_text("5")
+    before = own_memory_mib("status", "VmRSS")
     start = time.perf_counter()
-    indices = make()
+    indices = make_indices()
     next(indices)
     first = time.perf_counter() - start
     start = time.perf_counter()
-    taken = sum(1 for _ in itertools.islice(indices, _TAKEN))
+    count = sum(1 for _ in itertools.islice(indices, _TIMED_INDICES))
     seconds = time.perf_counter() - start
-    pipe.send(_Figures(first, max(0.0, _status_mb("VmHWM") - before), taken / seconds))
+    memory = max(0.0, own_memory_mib("status", "VmHWM") - before)
+    sender.send(_Figures(first, memory, count / seconds))
 
 
-def _maker(
+def _index_source(
     kind: str, samples: int, world_size: int, batch_size: int
 ) -> Callable[[], Iterator[int]]:
     import torch.utils.data
@@ -125,35 +128,27 @@ def _maker(
     return lambda: iter(sampler(dataset, world_size, rank))
 
 
-def _status_mb(name: str) -> float:
-    for line in pathlib.Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) / 1024
-    raise PacelineError(f"/proc/self/status has no {name}: this benchmark needs Linux")
-
-
-def _print(found: dict[str, _Figures], options: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    title = f"{options.samples:,} samples, shuffled, one of {options.world_size} ranks; best of {options.rounds}"
-    table = Table(title=title, title_justify="left")
-    table.add_column("sampler", no_wrap=True)
-    for column in ("first index", "extra memory", "indices/s"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for kind, figures in found.items():
-        memory = f"{figures.memory_mb:,.1f} MB"
-        table.add_row(
+def _print(best: dict[str, _Figures], options: argparse.Namespace) -> None:
+    rows = [
+        (
             kind,
             f"{figures.first_s * 1e3:,.2f} ms",
-            memory,
+            f"{figures.memory_mb:,.1f} MB",
             f"{figures.per_second / 1e6:.2f} million",
         )
-    console = Console()
-    console.print(table)
-    if _STOCK in found:
-        stock, ours = found[_STOCK], found[_GLOBAL]
-        console.print(
-            f"GlobalBatchSampler next to torch's: first index {stock.first_s / ours.first_s:,.0f} times sooner, "
+        for kind, figures in best.items()
+    ]
+    print_table(
+        f"{options.samples:,} samples, shuffled, one of {options.world_size} ranks; "
+        f"best of {options.rounds}",
+        ("sampler", "first index", "extra memory", "indices/s"),
+        rows,
+        text_columns=("sampler",),
+    )
+    if _STOCK in best:
+        stock, ours = best[_STOCK], best[_GLOBAL]
+        print(
+            "GlobalBatchSampler next to torch's: first index "
+            f"{stock.first_s / ours.first_s:,.0f} times sooner, "
             f"{stock.memory_mb / max(ours.memory_mb, 0.1):,.0f} times less memory"
         )

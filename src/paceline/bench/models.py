@@ -1,10 +1,10 @@
-"""The models that the benchmarks train: six kinds, from many small tensors to few large ones."""
+"""The models that the benchmarks train: six, from many small tensors to a few large ones."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
@@ -12,13 +12,16 @@ if TYPE_CHECKING:
 __all__ = ["Case", "cases"]
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Case:
-    """One model: how it is built and what it is fed."""
+    """One model: how it is built and what it is fed.
+
+    `steps` make a round: some tens of milliseconds, so that a quiet moment of the machine is found.
+    """
 
     build: Callable[[], torch.nn.Module]
     batch: Callable[[], torch.Tensor]
-    steps: int  # per round: some tens of milliseconds, so that a quiet moment is found
+    steps: int
 
 
 def cases() -> dict[str, Case]:
@@ -29,10 +32,11 @@ def cases() -> dict[str, Case]:
     def mlp(width: int, depth: int) -> nn.Module:
         layers: list[nn.Module] = []
         for _ in range(depth):
-            layers += [nn.Linear(width, width), nn.ReLU()]
+            linear = nn.Linear(width, width)
             # Torch's default shrinks activations layer by layer: 100 of them down to denormal
             # numbers, which cost a hundred times as much and would be all that is measured.
-            nn.init.kaiming_normal_(layers[-2].weight)  # type: ignore[arg-type]  # a Linear's weight is a tensor
+            nn.init.kaiming_normal_(linear.weight)
+            layers += [linear, nn.ReLU()]
         return nn.Sequential(*layers[:-1])
 
     def convolutional() -> nn.Module:
@@ -52,8 +56,9 @@ def cases() -> dict[str, Case]:
             self.lstm = nn.LSTM(64, 128, num_layers=2, batch_first=True)
             self.head = nn.Linear(128, 10)
 
-        def forward(self, x: torch.Tensor) -> Any:
-            return self.head(self.lstm(x)[0])
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = self.head(self.lstm(x)[0])
+            return output
 
     def transformer() -> nn.Module:
         layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)

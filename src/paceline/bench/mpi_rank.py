@@ -1,4 +1,4 @@
-"""One rank of Open MPI for `paceline bench collectives`, started by mpirun. Sleeps on its pipe
+"""One rank of Open MPI for `paceline bench collectives`, started by mpirun. It sleeps on its pipe
 between turns.
 """
 
@@ -12,7 +12,7 @@ __all__ = ["main"]
 
 
 def main(directory: str) -> None:
-    """Serve turns - "bytes repetitions" - until told to end."""
+    """Answer requests - "bytes repetitions" - with the seconds of each repetition, until "end"."""
     import numpy
     from mpi4py import MPI
 

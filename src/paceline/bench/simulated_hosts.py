@@ -1,7 +1,8 @@
-"""Several hosts on one machine: network and IPC namespaces, joined by a bridge of their own.
+"""Several hosts on one machine: network and IPC namespaces, connected by a bridge of their own.
 
 A simulated host is a process that holds a fresh network and a fresh IPC namespace; ranks enter
-them. Everything is gone when the holders end: nothing is named, nothing is configured outside.
+them. Everything is gone when these processes end: nothing has a name, nothing is configured outside
+of them.
 """
 
 from __future__ import annotations
@@ -26,20 +27,16 @@ def why_not() -> str | None:
     missing = [tool for tool in ("ip", "unshare", "nsenter") if shutil.which(tool) is None]
     if missing:
         return f"needs {', '.join(missing)} (Debian: iproute2, util-linux)"
-    if (
-        subprocess.run(
-            ["unshare", "--net", "--ipc", "true"], capture_output=True, check=False
-        ).returncode
-        != 0
-    ):
+    attempt = ["unshare", "--net", "--ipc", "true"]
+    if subprocess.run(attempt, capture_output=True, check=False).returncode != 0:
         return "may not create network namespaces here (needs root)"
     return None
 
 
 @contextlib.contextmanager
 def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
-    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); yields the pid that
-    stands for each.
+    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); yields one pid for
+    each, to `enter` it by.
     """
     if reason := why_not():
         raise PacelineError(f"cannot simulate hosts: {reason}")
@@ -49,30 +46,17 @@ def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
         _inside(switch, "ip", "link", "set", "bridge", "up")
         for index, host in enumerate(hosts):
             port = f"port{index}"
-            _inside(
-                switch,
-                *[
-                    "ip",
-                    "link",
-                    "add",
-                    port,
-                    "type",
-                    "veth",
-                    "peer",
-                    "name",
-                    _INTERFACE,
-                    "netns",
-                    str(host),
-                ],
-            )
+            cable = f"type veth peer name {_INTERFACE} netns {host}".split()
+            _inside(switch, "ip", "link", "add", port, *cable)
             _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
             _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", _INTERFACE)
             _inside(host, "ip", "link", "set", _INTERFACE, "up")
             _inside(host, "ip", "link", "set", "lo", "up")
             if link is not None:
                 shape = ["root", "tbf", "rate", link, "burst", "256k", "latency", "100ms"]
-                for place, device in ((host, _INTERFACE), (switch, port)):  # sending and receiving
-                    _inside(place, "tc", "qdisc", "add", "dev", device, *shape)
+                # What the host sends, and what it receives.
+                for pid, device in ((host, _INTERFACE), (switch, port)):
+                    _inside(pid, "tc", "qdisc", "add", "dev", device, *shape)
         yield hosts
 
 
@@ -91,7 +75,7 @@ def enter(host: int) -> None:
 
 @contextlib.contextmanager
 def _namespace() -> Iterator[int]:
-    """A process that does nothing but hold its namespaces, until its input is closed."""
+    """The pid of a process that only holds its namespaces, until its input is closed."""
     holder = subprocess.Popen(
         ["unshare", "--net", "--ipc", "sh", "-c", "echo ready; read _"],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""`paceline bench <name>`: measure one part next to its stock counterpart; `paceline bench all`
+"""`paceline bench <name>`: measure one part beside its stock counterpart; `paceline bench all`
 measures every part.
 """
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 __all__ = ["add_arguments", "run"]
 
-# name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
+# Name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help).
 _BENCHMARKS: dict[str, tuple[str, str]] = {
     "collectives": (
         "paceline.bench.bench_collectives",
@@ -49,8 +49,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.benchmark != "all":
-        code: int = _module(options.benchmark).run(options)
-        return code
+        status: int = _module(options.benchmark).run(options)
+        return status
     failed = [name for name in _BENCHMARKS if _run_with_defaults(name) != 0]
     if failed:
         print(f"failed: {', '.join(failed)}")
@@ -61,8 +61,8 @@ def _run_with_defaults(name: str) -> int:
     print(f"== paceline bench {name}", flush=True)
     parser = argparse.ArgumentParser()
     _module(name).add_arguments(parser)
-    code: int = _module(name).run(parser.parse_args([]))
-    return code
+    status: int = _module(name).run(parser.parse_args([]))
+    return status
 
 
 def _module(name: str) -> ModuleType:

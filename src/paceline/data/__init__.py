@@ -1,5 +1,5 @@
 """Samplers, the loader and exact evaluation: every sample once, in an order that does not depend on
-the ranks.
+the number of ranks.
 """
 
 from paceline.data.distributed_sampler import DistributedSampler

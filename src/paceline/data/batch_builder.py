@@ -1,4 +1,4 @@
-"""Making one batch: in a worker process or in this one, with random numbers that belong to its
+"""Building one batch, in a worker process or in this one, with random numbers that belong to its
 samples.
 """
 
@@ -18,64 +18,63 @@ from torch.utils.data import (
     default_convert,
 )
 
+from paceline.data.batch_requests import BatchRequest
 from paceline.data.empty_batch import empty_batch
-from paceline.data.seeding import collate_seed, own_randomness, seed_all
+from paceline.data.seeding import collate_seed, isolated_rng, seed_all
 from paceline.data.sharded_iterable import ShardedIterable
 
-__all__ = ["Request", "CollateSpec", "BatchMaker", "StreamMaker", "draws_nothing", "as_it_is"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """What to make a batch of. `seeds` has one for each sample, or is None if none are wanted.
-
-    `empty` asks for a batch of zero samples that looks like the one `indices` would make.
-    """
-
-    indices: list[Any]
-    seeds: list[int] | None
-    empty: bool = False
+__all__ = [
+    "CollateSpec",
+    "MapBatchBuilder",
+    "StreamBatchBuilder",
+    "draws_no_random_numbers",
+    "keep_batch",
+]
 
 
 @dataclasses.dataclass(frozen=True)
 class CollateSpec:
-    """How samples become a batch, also when there are none of them."""
+    """How samples become a batch, also when there are none of them.
+
+    `make_empty`, if given, turns a batch of one sample into a batch of zero samples.
+    """
 
     collate: Callable[[Any], Any]
-    empty_batch: Callable[[Any], Any] | None  # from a batch of one sample
+    make_empty: Callable[[Any], Any] | None
 
-    def empty(self, sample: Any) -> Any:
+    def empty_like(self, sample: object) -> Any:
         """A batch of zero samples that are like this one."""
-        if self.empty_batch is not None:
-            return self.empty_batch(self.collate([sample]))
+        if self.make_empty is not None:
+            return self.make_empty(self.collate([sample]))
         return empty_batch(self.collate([sample]), self.collate([sample, sample]))
 
 
-class BatchMaker(Dataset[Any]):
+class MapBatchBuilder(Dataset[Any]):
     """A map-style dataset seen as one that is indexed by requests and holds collated batches."""
 
-    def __init__(self, dataset: Any, recipe: CollateSpec, *, collates: bool) -> None:
-        self._dataset, self._recipe, self._collates = dataset, recipe, collates
-        self._whole_batches = _fetches_whole_batches(dataset)
+    def __init__(self, dataset: Any, spec: CollateSpec, *, batched: bool) -> None:
+        self._dataset, self._spec, self._batched = dataset, spec, batched
+        self._fetches_batches = _fetches_batches(dataset)
 
-    def __getitem__(self, request: Request) -> Any:
-        with contextlib.nullcontext() if request.seeds is None else own_randomness():
+    def __getitem__(self, request: BatchRequest) -> Any:
+        with contextlib.nullcontext() if request.seeds is None else isolated_rng():
             samples = self._samples(request)
+            # How many numbers the samples drew must not show in what collate_fn draws.
             if request.seeds is not None:
                 seed_all(collate_seed(request.seeds[0]))
             if request.empty:
-                return self._recipe.empty(samples[0])
-            return self._recipe.collate(samples if self._collates else samples[0])
+                return self._spec.empty_like(samples[0])
+            return self._spec.collate(samples if self._batched else samples[0])
 
-    def _samples(self, request: Request) -> list[Any]:
+    def _samples(self, request: BatchRequest) -> list[Any]:
+        if self._fetches_batches:
+            # All samples come from one call, which can be seeded only as a whole.
+            if request.seeds is not None:
+                seed_all(request.seeds[0])
+            fetched: list[Any] = self._dataset.__getitems__(request.indices)
+            return fetched
         if request.seeds is None:
-            if self._whole_batches:
-                return self._dataset.__getitems__(request.indices)  # type: ignore[no-any-return]  # a user's dataset
             return [self._dataset[index] for index in request.indices]
-        if self._whole_batches:
-            # It makes all samples in one call, which can be seeded only as a whole.
-            seed_all(request.seeds[0])
-            return self._dataset.__getitems__(request.indices)  # type: ignore[no-any-return]  # a user's dataset
         samples = []
         for index, seed in zip(request.indices, request.seeds, strict=True):
             seed_all(seed)
@@ -83,40 +82,40 @@ class BatchMaker(Dataset[Any]):
         return samples
 
 
-class StreamMaker(IterableDataset[Any]):
+class StreamBatchBuilder(IterableDataset[Any]):
     """Collates what a `ShardedIterable` yields."""
 
-    def __init__(self, stream: ShardedIterable, recipe: CollateSpec) -> None:
-        self._stream, self._recipe = stream, recipe
+    def __init__(self, stream: ShardedIterable, spec: CollateSpec) -> None:
+        self._stream, self._spec = stream, spec
 
     def __iter__(self) -> Iterator[Any]:
-        for portion in self._stream.announced_batches():
-            with own_randomness():
-                seed_all(collate_seed(portion.seed))
-                batch = (
-                    self._recipe.collate(list(portion))
-                    if portion
-                    else self._recipe.empty(portion.stand_in)
-                )
+        for samples in self._stream.announced_batches():
+            with isolated_rng():
+                seed_all(collate_seed(samples.seed))
+                if samples:
+                    batch = self._spec.collate(list(samples))
+                else:
+                    batch = self._spec.empty_like(samples.example)
             yield batch
 
 
-def draws_nothing(dataset: Any, collate_fn: Callable[[Any], Any]) -> bool:
-    """Whether it is known that no random numbers are drawn here, so that seeding would be wasted
-    time.
-    """
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
+def draws_no_random_numbers(dataset: object, collate_fn: Callable[[Any], Any]) -> bool:
+    """Whether loading is known to draw no random numbers, so that seeding would be wasted time."""
+    dataset = _without_subsets(dataset)
     return type(dataset) is TensorDataset and collate_fn in (default_collate, default_convert)
 
 
-def as_it_is(batch: Any) -> Any:
-    """Stands where torch wants a collate_fn, for batches that are collated already."""
+def keep_batch(batch: Any) -> Any:
+    """The `collate_fn` for batches that are collated already."""
     return batch
 
 
-def _fetches_whole_batches(dataset: Any) -> bool:
+def _fetches_batches(dataset: object) -> bool:
     # Every Subset has __getitems__, and falls back to a loop if what it is a subset of has none.
+    return callable(getattr(_without_subsets(dataset), "__getitems__", None))
+
+
+def _without_subsets(dataset: object) -> object:
     while type(dataset) is Subset:
         dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
+    return dataset

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -13,18 +14,33 @@ from torch.utils.data import Dataset
 
 from paceline.data.shares import check_rank
 from paceline.errors import ConfigError
+from paceline.rank_env import current_rank_and_world, find_rank_env
 
 __all__ = ["DistributedSampler"]
 
-_BLOCK = 1 << 13  # indices turned into Python integers at a time
+# Indices turned into Python integers at a time.
+_BLOCK = 1 << 13
 
 
 class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Drop-in for `torch.utils.data.DistributedSampler`: same arguments, attributes and indices.
 
-    It holds one rank's share as a tensor instead of everybody's as a list, and warns once if
-    `set_epoch` is forgotten, which otherwise silently repeats one order for ever.
-    (`paceline.GlobalBatchSampler` pads nothing and needs no `set_epoch`.)
+    It holds one rank's share as a tensor instead of everybody's as a list, takes its rank from the
+    launcher's environment where torch's needs a process group, and warns once if `set_epoch` is
+    forgotten, which otherwise silently repeats one order forever. (`paceline.GlobalBatchSampler`
+    pads nothing and needs no `set_epoch`.)
+
+    Args:
+        dataset: map-style; only its length matters.
+        num_replicas: number of ranks; None for the default group's, or the launcher's.
+        rank: of this process; None likewise.
+        shuffle: a new order in each epoch.
+        seed: of the shuffle, equal on all ranks.
+        drop_last: drop the uneven end instead of padding it.
+
+    Raises:
+        ConfigError: the rank is not in the world, or neither a process group nor a launcher
+            completes what was not given.
     """
 
     def __init__(
@@ -36,25 +52,14 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        if (num_replicas is None or rank is None) and not (
-            dist.is_available() and dist.is_initialized()
-        ):
-            raise ConfigError(
-                f"found num_replicas={num_replicas}, rank={rank} and no process group to complete them from. "
-                "Call init_process_group first, or give both"
-            )
-        num_replicas = dist.get_world_size() if num_replicas is None else num_replicas
-        rank = dist.get_rank() if rank is None else rank
-        check_rank(rank, num_replicas)
+        rank, num_replicas = _complete(rank, num_replicas)
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
-        length = len(dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__; stock needs one too
-        self.num_samples = _share_of(length, num_replicas, drop_last)
+        self.num_samples = _samples_per_rank(self._length(), num_replicas, drop_last)
         self.total_size = self.num_samples * num_replicas
-        self._finished: tuple[int, int] | None = (
-            None  # (seed, epoch) of a whole pass since the last set_epoch
-        )
+        # (seed, epoch) of a whole pass since the last set_epoch.
+        self._finished: tuple[int, int] | None = None
         self._warned = False
 
     def __iter__(self) -> Iterator[int]:
@@ -63,6 +68,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self._warn_if_repeated()
         order = seed, epoch = self.seed, self.epoch
         share = self._share(seed + epoch)
+        # In blocks: one tolist() of everything would hold every index as a Python integer.
         for start in range(0, self.num_samples, _BLOCK):
             yield from share[start : start + _BLOCK].tolist()
         self._finished = order
@@ -73,16 +79,18 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         self._finished = None
 
     def _share(self, seed: int) -> torch.Tensor:
-        """This rank's indices: every num_replicas-th of the order, which starts over where it is
+        """This rank's indices: every num_replicas-th of the order, which starts again where it is
         too short.
         """
-        length = len(self.dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__; stock needs one too
+        length = self._length()
         if self.num_samples == 0:
             return torch.empty(0, dtype=torch.int64)
         if length == 0:
             raise ConfigError(
                 f"the dataset is empty, but had {self.num_samples} samples for each rank before"
             )
+        # Only this rank's positions are made into a tensor; torch's sampler turns the whole order
+        # into a list first, on every rank.
         positions = torch.arange(self.rank, self.total_size, self.num_replicas)
         positions %= length
         if not self.shuffle:
@@ -91,19 +99,42 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         generator.manual_seed(seed)
         return torch.randperm(length, generator=generator)[positions]
 
+    def _length(self) -> int:
+        # torch's Dataset declares no __len__; its own sampler needs one too.
+        return len(self.dataset)  # type: ignore[arg-type]
+
     def _warn_if_repeated(self) -> None:
         if self.shuffle and not self._warned and self._finished == (self.seed, self.epoch):
             self._warned = True
             warnings.warn(
-                f"DistributedSampler starts another pass with the order of epoch {self.epoch}: set_epoch was not "
-                "called. Call sampler.set_epoch(epoch) before each epoch, or use paceline.GlobalBatchSampler, whose "
-                "epochs advance by themselves.",
+                f"DistributedSampler starts another pass with the order of epoch {self.epoch}: "
+                "set_epoch was not called. Call sampler.set_epoch(epoch) before each epoch, or use "
+                "paceline.GlobalBatchSampler, whose epochs advance by themselves.",
                 stacklevel=3,
             )
 
 
-def _share_of(length: int, num_replicas: int, drop_last: bool) -> int:
-    """Samples per rank. Only an uneven end is dropped, so a dataset that divides evenly loses
-    nothing.
+def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
+    """Rank and world size, with what is None taken from the default group or the launcher.
+
+    Unlike `GlobalBatchSampler`, it refuses to guess a single process where nothing says so: torch's
+    sampler does, and a forgotten init_process_group would train every rank on everything.
     """
+    if rank is not None and num_replicas is not None:
+        return check_rank(rank, num_replicas)
+    has_group = dist.is_available() and dist.is_initialized()
+    if not has_group and find_rank_env(os.environ) == find_rank_env({}):
+        raise ConfigError(
+            f"found num_replicas={num_replicas}, rank={rank} and no process group or launcher to "
+            "complete them from. Call init_process_group first, or give both"
+        )
+    current_rank, world_size = current_rank_and_world()
+    return check_rank(
+        current_rank if rank is None else rank,
+        world_size if num_replicas is None else num_replicas,
+    )
+
+
+def _samples_per_rank(length: int, num_replicas: int, drop_last: bool) -> int:
+    """Only an uneven end is dropped, so a dataset that divides evenly loses nothing."""
     return length // num_replicas if drop_last else -(-length // num_replicas)

@@ -3,8 +3,8 @@
 How a collated batch depends on the number of samples is read off two of them, of one sample and of
 the same sample twice. A dimension or list that grows from 1 to 2 had one entry for each sample and
 is cut to 0; one that grows from 7 to 14 held seven entries of a sample and is cut to 0; one that
-grows from 2 to 3 (offsets, say) is cut to 1; and what does not grow is kept. In short: a size s of
-one sample and t of two is 2 s - t of none.
+grows from 2 to 3 (for example offsets) is cut to 1; and what does not grow is kept. In short: a
+size that is s for one sample and t for two is 2 s - t for none.
 """
 
 from __future__ import annotations
@@ -19,40 +19,52 @@ from paceline.errors import ConfigError
 
 __all__ = ["empty_batch"]
 
+_PROBLEM = (
+    "this rank's share of the last global batch has no samples, and your batches cannot be cut to "
+    "zero samples"
+)
+_CURE = (
+    "Give the loader `empty_batch=function`, which makes a batch of zero samples from a batch of "
+    "one, or use drop_last=True"
+)
 
-def empty_batch(one: Any, two: Any) -> Any:
-    """The collated batch of no samples, from those of one sample and of the same sample twice."""
-    if type(one) is not type(two):
+
+def empty_batch(single: Any, double: Any) -> Any:
+    """The collated batch of zero samples, from those of one sample and of the same sample twice.
+
+    Raises:
+        ConfigError: the two differ in more than sizes, or hold something that cannot be cut.
+    """
+    if type(single) is not type(double):
         raise ConfigError(
-            f"{_WHAT}: one sample makes {type(one).__name__} and two make {type(two).__name__}. {_CURE}"
+            f"{_PROBLEM}: one sample makes {type(single).__name__} and two make "
+            f"{type(double).__name__}. {_CURE}"
         )
-    if isinstance(one, torch.Tensor):
-        return _empty_tensor(one, two)
-    if isinstance(one, Mapping):
-        return {name: empty_batch(part, two[name]) for name, part in one.items()}
-    if isinstance(one, list | tuple):
-        return _empty_sequence(one, two)
-    if one is None or isinstance(one, str | bytes | numbers.Number):
-        return one
-    raise ConfigError(f"{_WHAT}, which hold {type(one).__name__}. {_CURE}")
+    if isinstance(single, torch.Tensor):
+        return _empty_tensor(single, double)
+    if isinstance(single, Mapping):
+        return {name: empty_batch(part, double[name]) for name, part in single.items()}
+    if isinstance(single, list | tuple):
+        return _empty_sequence(single, double)
+    if single is None or isinstance(single, str | bytes | numbers.Number):
+        return single
+    raise ConfigError(f"{_PROBLEM}: they hold {type(single).__name__}. {_CURE}")
 
 
-def _empty_tensor(one: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    if one.dim() != two.dim():
+def _empty_tensor(single: torch.Tensor, double: torch.Tensor) -> torch.Tensor:
+    if single.dim() != double.dim():
         raise ConfigError(
-            f"{_WHAT}: one sample has shape {tuple(one.shape)} and two {tuple(two.shape)}. {_CURE}"
+            f"{_PROBLEM}: one sample has shape {tuple(single.shape)} and two have "
+            f"{tuple(double.shape)}. {_CURE}"
         )
-    for dimension, size in enumerate(one.shape):
-        one = one.narrow(dimension, 0, max(0, 2 * size - two.shape[dimension]))
-    return one
+    for dimension, size in enumerate(single.shape):
+        single = single.narrow(dimension, 0, max(0, 2 * size - double.shape[dimension]))
+    return single
 
 
-def _empty_sequence(one: Any, two: Any) -> Any:
-    if len(one) != len(two):
-        return type(one)(one[: max(0, 2 * len(one) - len(two))])
-    parts = [empty_batch(*pair) for pair in zip(one, two, strict=True)]
-    return type(one)(*parts) if hasattr(one, "_fields") else type(one)(parts)
-
-
-_WHAT = "this rank's share of the last global batch has no samples, and it is not known how to cut your batches to none"
-_CURE = "Give the loader `empty_batch=function`, which makes it from a batch of one sample, or use drop_last=True"
+def _empty_sequence(single: Any, double: Any) -> Any:
+    # A list with an entry for each sample; otherwise every entry is a batch of its own.
+    if len(single) != len(double):
+        return type(single)(single[: max(0, 2 * len(single) - len(double))])
+    parts = [empty_batch(*pair) for pair in zip(single, double, strict=True)]
+    return type(single)(*parts) if hasattr(single, "_fields") else type(single)(parts)

@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Sized
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
-from paceline.data.order import Order, Sequential, Shuffled, Subset, Weighted
-from paceline.data.position import Progress
+from paceline.data.order import (
+    Order,
+    SequentialOrder,
+    ShuffledOrder,
+    SubsetOrder,
+    WeightedOrder,
+)
+from paceline.data.position import Position, check_state
 from paceline.data.rng import Int64s, check_seed
-from paceline.data.saved_state import check_state
-from paceline.data.shares import Share, check_batch_size, find_rank, share_of
+from paceline.data.shares import Share, check_batch_size, resolve_rank, share_of
 from paceline.errors import ConfigError
 
 __all__ = ["GlobalBatchSampler"]
 
-_BLOCK = 1 << 13  # indices computed at a time, over as many batches as that makes
+# Indices computed at a time, over as many batches as that makes.
+_BLOCK = 1 << 13
 _MAX_LENGTH = 2**62
+
+_Weights: TypeAlias = Sequence[float] | torch.Tensor | npt.NDArray[np.floating]
+_Indices: TypeAlias = Sequence[int] | torch.Tensor | Int64s
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
-    """A batch sampler whose batches are stated, ordered and counted globally.
+    """A batch sampler whose batches are defined, ordered and counted globally.
 
     Global batch k of an epoch holds the same samples in the same order at every world size; each
     rank takes its contiguous share of it. An epoch visits every sample once: nothing is padded,
@@ -32,14 +41,21 @@ class GlobalBatchSampler(Sampler[list[int]]):
     empty share on some ranks (`paceline.DataLoader` turns that into a batch of zero samples).
 
     Args:
-        dataset_or_length: the dataset, or its length. batch_size: samples of all ranks together; 64
-        on 4 ranks is 16 each, 65 is 17, 16, 16 and 16. shuffle: a new order in each epoch; False
-        keeps the dataset's. seed: of the shuffle, equal on all ranks. drop_last: leave out the last
-        global batch if it is not full. rank, world_size: both, or neither to take them from the
-        default group or the launcher's environment. weights: draw samples in proportion to these
-        instead of visiting each once. num_samples: with `weights`, how many draws make an epoch (as
-        many as there are weights). indices: use only these samples of the dataset; `weights` then
-        belong to them, one each.
+        dataset_or_length: the dataset, or its length.
+        batch_size: samples of all ranks together; 64 on 4 ranks is 16 each, 65 is 17, 16, 16 and
+            16.
+        shuffle: a new order in each epoch; False keeps the dataset's.
+        seed: of the shuffle, equal on all ranks.
+        drop_last: leave out the last global batch if it is not full.
+        rank, world_size: both, or neither to take them from the default group or the launcher's
+            environment.
+        weights: draw samples in proportion to these instead of visiting each once.
+        num_samples: with `weights`, how many draws make an epoch (as many as there are weights).
+        indices: use only these samples of the dataset; `weights` then belong to them, one each.
+
+    Raises:
+        ConfigError: an argument is out of range, arguments contradict one another, or the dataset
+            has no length.
     """
 
     def __init__(
@@ -52,16 +68,16 @@ class GlobalBatchSampler(Sampler[list[int]]):
         rank: int | None = None,
         world_size: int | None = None,
         *,
-        weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating] | None = None,
+        weights: _Weights | None = None,
         num_samples: int | None = None,
-        indices: Sequence[int] | torch.Tensor | Int64s | None = None,
+        indices: _Indices | None = None,
     ) -> None:
-        self.rank, self.world_size = find_rank(rank, world_size)
+        self.rank, self.world_size = resolve_rank(rank, world_size)
         self.batch_size = check_batch_size(batch_size, self.world_size)
         self.dataset_length = _length(dataset_or_length)
         self.shuffle, self.seed, self.drop_last = shuffle, check_seed(seed), drop_last
         self._order = self._make_order(weights, num_samples, indices)
-        self.progress = Progress()
+        self.position = Position()
 
     @property
     def num_samples(self) -> int:
@@ -76,11 +92,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
     @property
     def epoch(self) -> int:
         """The epoch of the running pass, or of the next one if none is running."""
-        return self.progress.epoch
+        return self.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of this epoch. Not needed: epochs advance by themselves."""
-        self.progress.set_epoch(epoch)
+        self.position.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Global batches in an epoch: the same on every rank."""
@@ -90,14 +106,18 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
-        epoch, first = self.progress.begin()
+        epoch, first = self.position.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
-            self.progress.consumed(epoch, number + 1)
+            self.position.advance(epoch, number + 1)
             yield batch
-        self.progress.finish(epoch)
+        self.position.finish(epoch)
 
     def share(self, batch: int) -> Share:
-        """This rank's share of global batch `batch`, with the weight that keeps gradients exact."""
+        """This rank's share of global batch `batch`, with the weight that keeps gradients exact.
+
+        Raises:
+            ConfigError: an epoch has no such batch.
+        """
         if not 0 <= batch < len(self):
             raise ConfigError(
                 f"batch {batch} is outside of 0..{len(self) - 1}, the batches of an epoch"
@@ -106,9 +126,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return share_of(size, self.rank, self.world_size)
 
     def batches(self, epoch: int, first: int = 0) -> Iterator[list[int]]:
-        """This rank's shares from global batch `first` of `epoch` on, leaving the sampler's own
-        position alone.
+        """This rank's shares from global batch `first` of `epoch` on, without moving the sampler's
+        own position.
         """
+        # All full batches have the same share, so the indices of many batches are computed in one
+        # call, as rows of a matrix. A last batch that is not full is divided on its own.
         full = self._order.length // self.batch_size
         share = share_of(self.batch_size, self.rank, self.world_size)
         at_once = max(1, _BLOCK // share.count)
@@ -119,10 +141,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
             indices = self._order.at(epoch, positions.ravel()).reshape(stop - start, share.count)
             yield from indices.tolist()
         if first <= full < len(self):
-            yield self._order.at(epoch, self.positions(full)).tolist()
+            yield self._order.at(epoch, self.order_positions(full)).tolist()
 
-    def positions(self, batch: int) -> Int64s:
-        """Where in the epoch's order this rank's share of a global batch stands."""
+    def order_positions(self, batch: int) -> Int64s:
+        """The positions in the epoch's order of this rank's share of a global batch."""
         share = self.share(batch)
         return np.arange(share.start, share.stop, dtype=np.int64) + batch * self.batch_size
 
@@ -130,24 +152,31 @@ class GlobalBatchSampler(Sampler[list[int]]):
         """All samples of one global batch, of all ranks, in order."""
         start = batch * self.batch_size
         positions = np.arange(start, start + self.share(batch).size, dtype=np.int64)
-        return self._order.at(epoch, positions).tolist()  # type: ignore[no-any-return]  # numpy types tolist() as Any
+        indices: list[int] = self._order.at(epoch, positions).tolist()
+        return indices
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this sampler stands, for any world size.
+        """The position of this sampler, for any world size.
 
         With torch's own DataLoader and workers, that is ahead of training by what is prefetched;
         `paceline.DataLoader` keeps it at what the training loop has received.
         """
-        return self.state_at(self.progress.epoch, self.progress.batch)
+        return self.state_at(self.position.epoch, self.position.batch)
 
     def state_at(self, epoch: int, batch: int) -> dict[str, Any]:
         """The state of having consumed `batch` global batches of `epoch`."""
         return {**self._identity(), "epoch": epoch, "batch": batch}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass continue after the last consumed global batch of `state`."""
-        self.progress.seek(*check_state(state, self._identity(), len(self)))
+        """Let the next pass continue after the last consumed global batch of `state`.
 
+        Raises:
+            ConfigError: the state was saved over other data or another order.
+        """
+        self.position.seek(*check_state(state, self._identity(), len(self)))
+
+    # What a saved state must have in common with the sampler it is loaded into. Rank and world size
+    # are missing on purpose.
     def _identity(self) -> dict[str, Any]:
         return {
             "version": 1,
@@ -159,7 +188,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
             "drop_last": self.drop_last,
         }
 
-    def _make_order(self, weights: Any, num_samples: int | None, indices: Any) -> Order:
+    def _make_order(
+        self, weights: _Weights | None, num_samples: int | None, indices: _Indices | None
+    ) -> Order:
         chosen = None if indices is None else _check_indices(indices, self.dataset_length)
         length = self.dataset_length if chosen is None else len(chosen)
         order: Order
@@ -168,10 +199,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         elif num_samples is not None:
             raise ConfigError(f"num_samples={num_samples} goes with weights, but weights is None")
         else:
-            order = Shuffled(length, self.seed) if self.shuffle else Sequential(length)
-        return order if chosen is None else Subset(order, chosen)
+            order = ShuffledOrder(length, self.seed) if self.shuffle else SequentialOrder(length)
+        return order if chosen is None else SubsetOrder(order, chosen)
 
-    def _weighted(self, weights: Any, num_samples: int | None, length: int) -> Order:
+    def _weighted(self, weights: _Weights, num_samples: int | None, length: int) -> Order:
         if len(weights) != length:
             raise ConfigError(
                 f"found {len(weights)} weights for {length} samples: one for each is needed"
@@ -181,7 +212,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         draws = length if num_samples is None else num_samples
         if draws < 0:
             raise ConfigError(f"num_samples must not be negative, found {draws}")
-        return Weighted(weights, draws, self.seed)
+        return WeightedOrder(weights, draws, self.seed)
 
 
 def _length(dataset_or_length: Sized | int) -> int:
@@ -205,13 +236,13 @@ def _len(dataset: Sized) -> int:
         ) from None
 
 
-def _check_indices(indices: Sequence[int] | torch.Tensor | Int64s, length: int) -> Int64s:
+def _check_indices(indices: _Indices, length: int) -> Int64s:
     chosen = np.ascontiguousarray(indices, dtype=np.int64)
     if chosen.ndim != 1:
         raise ConfigError(f"indices must be one-dimensional, found shape {chosen.shape}")
     if chosen.size and not (chosen.min() >= 0 and chosen.max() < length):
         raise ConfigError(
-            f"indices from {chosen.min()} to {chosen.max()} do not fit a dataset of length {length}: "
-            f"0 to {length - 1} are possible"
+            f"indices from {chosen.min()} to {chosen.max()} do not fit a dataset of length "
+            f"{length}: 0 to {length - 1} are possible"
         )
     return chosen

@@ -1,5 +1,5 @@
-"""DataLoader: torch's, with global batches, seeds for each sample, a position to save and batches
-moved ahead.
+"""DataLoader: torch's, with global batches, a seed for each sample, a position to save and device
+prefetching.
 """
 
 from __future__ import annotations
@@ -12,15 +12,20 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from paceline.data.batch_builder import (
-    BatchMaker,
     CollateSpec,
-    StreamMaker,
-    as_it_is,
-    draws_nothing,
+    MapBatchBuilder,
+    StreamBatchBuilder,
+    draws_no_random_numbers,
+    keep_batch,
 )
-from paceline.data.device_prefetch import find_device, is_accelerator, on_device
+from paceline.data.batch_requests import (
+    BatchRequests,
+    GlobalBatchRequests,
+    SamplerRequests,
+    StreamRequests,
+)
+from paceline.data.device_prefetch import is_accelerator, prefetch_to_device, resolve_device
 from paceline.data.global_batch_sampler import GlobalBatchSampler
-from paceline.data.loader_plan import GlobalPlan, Plan, SamplerPlan, StreamPlan
 from paceline.data.rng import check_seed
 from paceline.data.sharded_iterable import ShardedIterable
 from paceline.data.shares import Share
@@ -35,9 +40,10 @@ _LOADER = int(Phase.LOADER)
 
 
 class SupportsNoMoreData(Protocol):
-    """A model that wants to know when its rank has run out of data, to let the other ranks go on."""
+    """A model that must know when its rank has run out of data, so that other ranks can go on."""
 
-    def no_more_data(self, optimizer: Any = ..., /) -> Any: ...
+    def no_more_data(self, optimizer: Any = ..., /) -> object:
+        """Take part in the other ranks' steps until they have run out of data as well."""
 
 
 class DataLoader(torch.utils.data.DataLoader[_T]):
@@ -49,29 +55,34 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     arguments mean what they mean to torch.
 
     - Random numbers drawn while a sample is made (Python's, numpy's, torch's) depend on `seed`, the
-      epoch and the
-      sample's index alone: the same at every world size and number of workers. The training loop's
-      own are untouched.
+      epoch and the sample's index alone: the same at every world size and number of workers. The
+      training loop's own are untouched.
     - `state_dict()` is the position after the batch that the training loop received last, whatever
-      is prefetched.
-      Load it into a loader of any world size and number of workers.
+      is prefetched. Load it into a loader of any world size and number of workers.
     - A rank whose share of the last global batch is empty gets a batch of zero samples with the
-      structure, shapes and
-      types of the others, so that all ranks make the same number of steps.
+      structure, shapes and types of the others, so that all ranks make the same number of steps.
+
+    How it works: `BatchRequests` lists the batches of a pass, `MapBatchBuilder` turns one request
+    into one collated batch, and an inner loader of torch's moves requests to its workers and
+    batches back. This class only counts what the training loop has received.
 
     Args beyond torch's:
-        seed: of the order and of the samples' random numbers; the sampler's, or 0. device: move
-        batches there; on an accelerator, one step ahead. "auto" is this rank's accelerator. model:
-        is told `model.no_more_data()` when an epoch's data is at its end. For samplers that give
-        ranks different
-            numbers of batches; global batches end on all ranks at once.
-        optimizer: is handed on, `model.no_more_data(optimizer)`, to take the other ranks' last
-        steps along. rank, world_size: both, or neither to take them from the default group or the
-        launcher's environment. seed_samples: False saves the time for seeding, if loading draws no
-        random numbers. empty_batch: makes a batch of zero samples from a batch of one. Needed only
-        for batches that are neither
-            tensors nor lists, tuples and mappings of them.
+        seed: of the order and of the samples' random numbers; the sampler's, or 0.
+        device: move batches there; on an accelerator, one step ahead. "auto" is this rank's
+            accelerator.
+        model: its `no_more_data()` is called when an epoch's data has come to its end. For samplers
+            that give ranks different numbers of batches; global batches end on all ranks at once.
+        optimizer: passed on, `model.no_more_data(optimizer)`, to take part in the other ranks' last
+            steps.
+        rank, world_size: both, or neither to take them from the default group or the launcher's
+            environment.
+        seed_samples: False saves the time for seeding, if loading draws no random numbers.
+        empty_batch: makes a batch of zero samples from a batch of one. Needed only for batches that
+            are neither tensors nor lists, tuples and mappings of them.
         pin_memory: None, the default, pins when `device` is an accelerator.
+
+    Raises:
+        ConfigError: an argument is out of range, or arguments contradict one another.
     """
 
     def __init__(
@@ -102,30 +113,37 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         seed_samples: bool = True,
         empty_batch: Callable[[Any], Any] | None = None,
     ) -> None:
-        self.device = find_device(device)
+        self.device = resolve_device(device)
         self.model, self.optimizer = _check_model(model), optimizer
+        # Without a sampler, batches are global: by a sampler for datasets with a length, by a
+        # wrapper for those without. A sampler that was given is passed on to torch as it is.
         own_batches = sampler is None and batch_sampler is None and batch_size is not None
         source: Any = dataset
         if own_batches and not isinstance(source, ShardedIterable):
-            place: dict[str, Any] = {"drop_last": drop_last, "rank": rank, "world_size": world_size}
             if isinstance(source, IterableDataset):
-                source = ShardedIterable(source, batch_size or 0, seed=seed or 0, **place)
+                source = ShardedIterable(
+                    source,
+                    batch_size or 0,
+                    seed=seed or 0,
+                    drop_last=drop_last,
+                    rank=rank,
+                    world_size=world_size,
+                )
             else:
                 batch_sampler = GlobalBatchSampler(
-                    source, batch_size or 0, bool(shuffle), seed or 0, **place
+                    source, batch_size or 0, bool(shuffle), seed or 0, drop_last, rank, world_size
                 )
-                batch_size, shuffle, drop_last = (
-                    1,
-                    None,
-                    False,
-                )  # torch's way of leaving all to the batch sampler
+                # How torch wants to hear that the batch sampler decides everything.
+                batch_size, shuffle, drop_last = 1, None, False
         elif rank is not None or world_size is not None:
             raise ConfigError(
-                f"found rank={rank} and world_size={world_size} next to a sampler, a ShardedIterable or "
-                "batch_size=None, which divide the data themselves: give rank and world_size to those"
+                f"found rank={rank} and world_size={world_size} next to a sampler, a "
+                "ShardedIterable or batch_size=None, which divide the data themselves: give rank "
+                "and world_size to those"
             )
         if isinstance(source, ShardedIterable):
-            batch_size, drop_last = None, False  # it makes the batches itself
+            # It makes the batches itself.
+            batch_size, drop_last = None, False
             collate_fn = collate_fn or default_collate
         super().__init__(
             source,
@@ -148,87 +166,106 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             in_order=in_order,
         )
         self.seed_samples, self.empty_batch = seed_samples, empty_batch
-        self._plan = self._make_plan(None if seed is None else check_seed(seed))
-        self._engine: torch.utils.data.DataLoader[Any] | None = None
+        self._requests = self._make_requests(None if seed is None else check_seed(seed))
+        self._inner: torch.utils.data.DataLoader[Any] | None = None
 
     @property
     def epoch(self) -> int:
         """The epoch of the running pass, or of the next one if none is running."""
-        return self._plan.progress.epoch
+        return self._requests.position.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of this epoch. Not needed: epochs advance by themselves."""
-        self._plan.progress.set_epoch(epoch)
+        self._requests.position.set_epoch(epoch)
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch declares a private class of its own
-        epoch, first = self._plan.begin()
-        return self._pass(iter(self._make_engine()), epoch, first)
+    # torch declares a private class of its own as the iterator's type.
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        epoch, first = self._requests.begin()
+        return self._pass(iter(self._inner_loader()), epoch, first)
 
     @property
     def share(self) -> Share:
-        """This rank's share of the global batch that was received last, with its count and weight."""
+        """This rank's share of the global batch that was received last, with its count and weight.
+
+        Raises:
+            ConfigError: the batches are not those of a `GlobalBatchSampler`.
+        """
         if not isinstance(self.batch_sampler, GlobalBatchSampler):
             raise ConfigError(
-                f"{type(self.batch_sampler or self.dataset).__name__} does not tell the sizes of global batches: "
-                "a paceline.GlobalBatchSampler does"
+                f"the sizes of global batches are not known to "
+                f"{type(self.batch_sampler or self.dataset).__name__}: "
+                "use a paceline.GlobalBatchSampler"
             )
-        return self.batch_sampler.share(self._plan.progress.batch - 1)
+        return self.batch_sampler.share(self._requests.position.batch - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position after the batch that was received last, for a loader of any world size."""
+        """The position after the batch that was received last, for a loader of any world size.
+
+        Raises:
+            ConfigError: the order cannot be resumed: it is that of another sampler, or
+                `in_order=False`.
+        """
         return self._resumable().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next pass continue after the batch that was received last when `state` was saved."""
+        """Let the next pass continue after the batch that was received last when `state` was saved.
+
+        Raises:
+            ConfigError: the order cannot be resumed, or the state was saved over other data.
+        """
         self._resumable().load_state_dict(state)
 
     def _pass(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
-        progress = self._plan.progress
-        received = _noted(batches if self.device is None else on_device(batches, self.device))
-        for number, batch in enumerate(received, start=first):
-            progress.consumed(epoch, number + 1)
+        position = self._requests.position
+        if self.device is not None:
+            batches = prefetch_to_device(batches, self.device)
+        # The position moves when the training loop receives a batch. Workers and the device
+        # prefetch run ahead of it, and what they have fetched is lost on a restart.
+        for number, batch in enumerate(_in_loader_phase(batches), start=first):
+            position.advance(epoch, number + 1)
             yield batch
-        progress.finish(epoch)
-        self._tell_model()
+        position.finish(epoch)
+        self._notify_model()
 
-    def _tell_model(self) -> None:
+    def _notify_model(self) -> None:
         if self.model is not None and self.optimizer is not None:
             self.model.no_more_data(self.optimizer)
         elif self.model is not None:
             self.model.no_more_data()
 
-    def _make_plan(self, seed: int | None) -> Plan:
+    def _make_requests(self, seed: int | None) -> BatchRequests:
         if isinstance(self.dataset, IterableDataset):
-            return StreamPlan(self.dataset if isinstance(self.dataset, ShardedIterable) else None)
-        seeded = self.seed_samples and not draws_nothing(self.dataset, self.collate_fn)
+            stream = self.dataset if isinstance(self.dataset, ShardedIterable) else None
+            return StreamRequests(stream)
+        seeded = self.seed_samples and not draws_no_random_numbers(self.dataset, self.collate_fn)
         if isinstance(self.batch_sampler, GlobalBatchSampler):
             seed = self.batch_sampler.seed if seed is None else seed
-            return GlobalPlan(self.batch_sampler, seed if seeded else None)
+            return GlobalBatchRequests(self.batch_sampler, seed if seeded else None)
         batched = self.batch_sampler is not None
         indices: Any = self.batch_sampler if batched else self.sampler
-        return SamplerPlan(indices, self.sampler, (seed or 0) if seeded else None, batched=batched)
+        seed = (seed or 0) if seeded else None
+        return SamplerRequests(indices, self.sampler, seed, batched=batched)
 
-    def _make_engine(self) -> torch.utils.data.DataLoader[Any]:
-        """The loader of torch's that does the work. It hands whole batches to its workers, as
-        requests of the plan.
-        """
-        if self._engine is not None and self.persistent_workers:
-            return self._engine
-        what: dict[str, Any]
-        recipe = CollateSpec(self.collate_fn, self.empty_batch)
-        if isinstance(self.dataset, ShardedIterable):
-            what = {"dataset": StreamMaker(self.dataset, recipe), "collate_fn": as_it_is}
-        elif isinstance(self.dataset, IterableDataset):
-            what = {"dataset": self.dataset, "collate_fn": self.collate_fn}
+    def _inner_loader(self) -> torch.utils.data.DataLoader[Any]:
+        """torch's loader, which does the work. Its workers get one request for each batch."""
+        # A new inner loader for each pass, unless workers shall stay: then they belong to it.
+        if self._inner is not None and self.persistent_workers:
+            return self._inner
+        dataset: Any = self.dataset
+        requests: Any = None
+        collate: Callable[[Any], Any] = keep_batch
+        spec = CollateSpec(self.collate_fn, self.empty_batch)
+        if isinstance(dataset, ShardedIterable):
+            dataset = StreamBatchBuilder(dataset, spec)
+        elif isinstance(dataset, IterableDataset):
+            collate = self.collate_fn
         else:
-            collates = self.batch_sampler is not None
-            what = {
-                "dataset": BatchMaker(self.dataset, recipe, collates=collates),
-                "sampler": self._plan,
-                "collate_fn": as_it_is,
-            }
-        self._engine = torch.utils.data.DataLoader(
-            **what,
+            dataset = MapBatchBuilder(dataset, spec, batched=self.batch_sampler is not None)
+            requests = self._requests
+        self._inner = torch.utils.data.DataLoader(
+            dataset,
+            sampler=requests,
+            collate_fn=collate,
             batch_size=None,
             num_workers=self.num_workers,
             pin_memory=self.pin_memory,
@@ -240,24 +277,26 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             persistent_workers=self.persistent_workers,
             in_order=self.in_order,
         )
-        return self._engine
+        return self._inner
 
     def _resumable(self) -> GlobalBatchSampler | ShardedIterable:
         if not self.in_order:
             raise ConfigError(
-                "in_order=False hands out batches in any order: there is no position to save or load"
+                "in_order=False yields batches in any order: there is no position to save or load"
             )
         for source in (self.dataset, self.batch_sampler):
             if isinstance(source, GlobalBatchSampler | ShardedIterable):
                 return source
         raise ConfigError(
-            f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a dataset and a batch_size "
-            "only, or a paceline.GlobalBatchSampler as batch_sampler"
+            f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a "
+            "dataset and a batch_size only, or a paceline.GlobalBatchSampler as batch_sampler"
         )
 
 
-def _noted(batches: Iterator[Any]) -> Iterator[Any]:
-    """The same batches; the time each takes to come is the loader's on the status page."""
+def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:
+    """The same batches; the status page shows the loader's phase while one is waited for."""
+    # Not a `for` loop: the phase must end before the batch is yielded, or the step that uses it
+    # would count as loading.
     while True:
         before = recorder.current
         recorder.phase(_LOADER)
@@ -273,7 +312,8 @@ def _noted(batches: Iterator[Any]) -> Iterator[Any]:
 def _check_model(model: SupportsNoMoreData | None) -> SupportsNoMoreData | None:
     if model is not None and not callable(getattr(model, "no_more_data", None)):
         raise ConfigError(
-            f"model={type(model).__name__} has no method no_more_data() to be told by. "
-            "Give the wrapped model (paceline.DistributedDataParallel has one), or leave it out"
+            f"model={type(model).__name__} has no method no_more_data() to call at the end of the "
+            "data. Give the wrapped model (paceline.DistributedDataParallel has one), or leave it "
+            "out"
         )
     return model

@@ -16,22 +16,23 @@ from paceline.data.permutation import ALGORITHM, Permutation
 from paceline.data.rng import Int64s, derive_keys, random_bits
 from paceline.errors import ConfigError
 
-__all__ = ["Order", "Sequential", "Shuffled", "Weighted", "Subset"]
+__all__ = ["Order", "SequentialOrder", "ShuffledOrder", "WeightedOrder", "SubsetOrder"]
 
 
 class Order(Protocol):
-    """`name` identifies the order in saved states; `repeats` says whether an index can come twice
-    in an epoch.
+    """What stands at which position of an epoch. `name` identifies the order in saved states;
+    `repeats` is whether an index can come twice in an epoch.
     """
 
     length: int
     name: str
     repeats: bool
 
-    def at(self, epoch: int, positions: Int64s) -> Int64s: ...
+    def at(self, epoch: int, positions: Int64s) -> Int64s:
+        """The dataset indices at these positions of the epoch."""
 
 
-class Sequential:
+class SequentialOrder:
     """0, 1, 2, ..."""
 
     name = "sequential"
@@ -44,7 +45,7 @@ class Sequential:
         return positions
 
 
-class Shuffled:
+class ShuffledOrder:
     """A new permutation in each epoch."""
 
     name = ALGORITHM
@@ -56,13 +57,16 @@ class Shuffled:
         self._permutation: Permutation
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
+        # Passes of two epochs may run side by side, but mostly one epoch is asked for many times.
         if epoch != self._epoch:
             self._permutation, self._epoch = Permutation(self.length, self.seed, epoch), epoch
         return self._permutation(positions)
 
 
-class Weighted:
-    """`draws` independent draws in each epoch, an index with a chance in proportion to its weight."""
+class WeightedOrder:
+    """`draws` independent draws in each epoch, each index with a probability in proportion to its
+    weight.
+    """
 
     repeats = True
 
@@ -71,7 +75,7 @@ class Weighted:
         weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating],
         draws: int,
         seed: int,
-    ):
+    ) -> None:
         values = np.ascontiguousarray(weights, dtype="<f8")
         if (
             values.ndim != 1
@@ -80,8 +84,9 @@ class Weighted:
             or not values.any()
         ):
             raise ConfigError(
-                "weights must be one finite number for each sample, none negative and not all zero, found "
-                f"shape {values.shape}, smallest {values.min(initial=np.inf)}, largest {values.max(initial=-np.inf)}"
+                "weights must be one finite number for each sample, none negative and not all "
+                f"zero, found shape {values.shape}, smallest {values.min(initial=np.inf)}, "
+                f"largest {values.max(initial=-np.inf)}"
             )
         self.length, self.seed = draws, seed
         self.name = f"weighted/1:{_digest(values)}"
@@ -90,15 +95,17 @@ class Weighted:
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         key = derive_keys("weighted", self.seed, epoch, 1)[0]
         total = self._sums[-1]
+        # 53 random bits make a number in [0, 1); scaled, it falls into some weight's interval of
+        # the cumulative sums.
         bits = random_bits(key, positions.astype(np.uint64)) >> np.uint64(11)
         points = bits.astype(np.float64) * (total * 2.0**-53)
-        # The product may round up to the total itself, which belongs to nobody.
+        # The product may round up to the total itself, which belongs to no index.
         np.minimum(points, np.nextafter(total, 0.0), out=points)
-        found: Int64s = np.searchsorted(self._sums, points, side="right").astype(np.int64)
-        return found
+        indices: Int64s = np.searchsorted(self._sums, points, side="right").astype(np.int64)
+        return indices
 
 
-class Subset:
+class SubsetOrder:
     """Another order over a choice of dataset indices instead of all."""
 
     def __init__(self, inner: Order, indices: Int64s) -> None:

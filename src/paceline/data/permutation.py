@@ -4,14 +4,16 @@ Algorithm `paceline-permutation/1`, part of what a saved state promises:
 
 - n > 16,384: write x = left * b + right with a = ceil(sqrt(n)) and b = ceil(n / a), and alternate
   eight rounds of
-  left  = (left  + bits(key, right) / 2) mod a      and
-  right = (right + bits(key, left)  / 2) mod b,
-  a Feistel network on Z_a x Z_b. Each round can be undone, so the whole is a bijection of 0..a*b-1. A result of n or
-  more is sent through again (cycle walking: it must come back below n, since the input was). As a*b - n < a, that
-  concerns fewer than one position in sqrt(n).
+
+      left  = (left  + bits(key, right) / 2) mod a      and
+      right = (right + bits(key, left)  / 2) mod b,
+
+  a Feistel network on Z_a x Z_b. Each round can be undone, so the whole is a bijection of
+  0..a*b-1. A result of n or more is sent through again (cycle walking: it must come back below n,
+  since the input was). As a*b - n < a, that concerns fewer than one position in sqrt(n).
 - n <= 16,384: Feistel networks on tiny domains are visibly not uniform; here the numbers are sorted
-  by their random
-  bits, which is a uniform permutation. The table is bounded by the constant, not by the dataset.
+  by their random bits, which is a uniform permutation. The table is bounded by the constant, not by
+  the dataset.
 """
 
 from __future__ import annotations
@@ -27,8 +29,9 @@ __all__ = ["ALGORITHM", "Permutation"]
 ALGORITHM = "paceline-permutation/1"
 _ROUNDS = 8
 _SORTED_UP_TO = 1 << 14
-_CHUNK = 1 << 13  # positions at a time: all temporaries stay in the core's own cache
-_HALF = np.uint64(1)
+# Positions at a time: all temporaries stay in the core's own cache.
+_CHUNK = 1 << 13
+_ONE_BIT = np.uint64(1)
 
 
 class Permutation:
@@ -58,6 +61,7 @@ class Permutation:
 
     def _walk(self, x: UInt64s) -> UInt64s:
         x = self._network(x)
+        # Cycle walking: only the few results outside go through the network again.
         outside = np.flatnonzero(x >= np.uint64(self.length))
         while outside.size:
             x[outside] = self._network(x[outside])
@@ -67,17 +71,17 @@ class Permutation:
     def _network(self, x: UInt64s) -> UInt64s:
         left = x // self._columns
         right = x - left * self._columns
-        for number in range(0, _ROUNDS, 2):
-            left = self._round(left, right, self._keys[number], self._rows)
-            right = self._round(right, left, self._keys[number + 1], self._columns)
+        for index in range(0, _ROUNDS, 2):
+            left = self._round(left, right, self._keys[index], self._rows)
+            right = self._round(right, left, self._keys[index + 1], self._columns)
         return left * self._columns + right
 
     @staticmethod
     def _round(half: UInt64s, other: UInt64s, key: np.uint64, modulus: np.uint64) -> UInt64s:
         total = random_bits(key, other)
-        total >>= _HALF  # leaves room for the addition
+        # Half of the range, so that the addition cannot overflow.
+        total >>= _ONE_BIT
         total += half
-        total -= (
-            total // modulus
-        ) * modulus  # numpy divides by a constant several times faster than it takes `%`
+        # `total % modulus`, but numpy divides by a constant several times faster than it takes `%`.
+        total -= (total // modulus) * modulus
         return total

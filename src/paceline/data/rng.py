@@ -21,7 +21,7 @@ __all__ = ["UInt64s", "Int64s", "derive_keys", "random_bits", "check_seed"]
 UInt64s: TypeAlias = npt.NDArray[np.uint64]
 Int64s: TypeAlias = npt.NDArray[np.int64]
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_GOLDEN_RATIO = np.uint64(0x9E3779B97F4A7C15)
 _MULTIPLY_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MULTIPLY_2 = np.uint64(0x94D049BB133111EB)
 _SHIFT_1, _SHIFT_2, _SHIFT_3 = np.uint64(30), np.uint64(27), np.uint64(31)
@@ -35,8 +35,8 @@ def derive_keys(purpose: str, seed: int, epoch: int, count: int) -> UInt64s:
 
 
 def random_bits(key: np.uint64, numbers: UInt64s) -> UInt64s:
-    """64 well-mixed bits for each number. `numbers` is left alone."""
-    bits = numbers * _GOLDEN
+    """64 well-mixed bits for each number. `numbers` is not changed."""
+    bits = numbers * _GOLDEN_RATIO
     bits += key
     bits ^= bits >> _SHIFT_1
     bits *= _MULTIPLY_1
@@ -47,7 +47,7 @@ def random_bits(key: np.uint64, numbers: UInt64s) -> UInt64s:
 
 
 def check_seed(seed: int) -> int:
-    """The seed itself, if it is one."""
+    """The seed unchanged, if it is in range; raises `ConfigError` otherwise."""
     if not 0 <= seed < 2**64:
         raise ConfigError(f"seed must be an integer from 0 to 2**64 - 1, found {seed!r}")
     return seed

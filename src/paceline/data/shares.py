@@ -9,20 +9,16 @@ differ by at most one sample. Rank 0 is never empty while another rank holds som
 from __future__ import annotations
 
 import dataclasses
-import os
-
-import torch.distributed as dist
 
 from paceline.errors import ConfigError
+from paceline.rank_env import current_rank_and_world
 
-__all__ = ["Share", "share_of", "find_rank", "check_rank", "check_batch_size"]
+__all__ = ["Share", "share_of", "resolve_rank", "check_rank", "check_batch_size"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """One rank's part of a global batch: `start` and `stop` count within the batch of `size`
-    samples.
-    """
+    """One rank's part of a global batch: samples `start` to `stop - 1` of its `size` samples."""
 
     start: int
     stop: int
@@ -31,15 +27,16 @@ class Share:
 
     @property
     def count(self) -> int:
+        """How many samples this rank has."""
         return self.stop - self.start
 
     @property
     def weight(self) -> float:
-        """What to multiply a mean loss with, so that a plain average over ranks is the mean over
-        the global batch.
+        """The factor for a mean loss that makes a plain average over ranks the mean over the global
+        batch.
 
-        `paceline.DistributedDataParallel` weighs by sample counts itself; this is for wrappers that
-        average ranks.
+        `paceline.DistributedDataParallel` weights by sample counts itself; this is for wrappers
+        that average ranks.
         """
         return self.count * self.world_size / self.size if self.size else 0.0
 
@@ -51,30 +48,29 @@ def share_of(size: int, rank: int, world_size: int) -> Share:
     return Share(start, start + quotient + (rank < extra), size, world_size)
 
 
-def find_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
-    """Rank and world size as given, or of the default group, or of the launcher's environment, or 0
-    of 1.
+def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
+    """Rank and world size as given, or discovered if neither is given.
+
+    Discovery also works before `init_process_group`: a process that was started by a launcher but
+    has not joined its group yet must not take itself for a single process, or every rank would load
+    all of the data.
+
+    Raises:
+        ConfigError: only one of the two is given, the rank is not in the world, or the launcher's
+            variables are incomplete.
     """
-    if (rank is None) != (world_size is None):
+    if rank is None and world_size is None:
+        return current_rank_and_world()
+    if rank is None or world_size is None:
         raise ConfigError(
-            f"give both rank and world_size or neither, found rank={rank} and world_size={world_size}"
+            "give both rank and world_size or neither, "
+            f"found rank={rank} and world_size={world_size}"
         )
-    if rank is not None and world_size is not None:
-        return check_rank(rank, world_size)
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    # Started by a launcher but not yet in a group: assuming one rank would give every rank all of
-    # the data.
-    environment = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
-    try:
-        return check_rank(int(environment[0] or 0), int(environment[1] or 1))
-    except ValueError as error:
-        raise ConfigError(
-            f"RANK={environment[0]!r} and WORLD_SIZE={environment[1]!r} do not fit: {error}"
-        ) from None
+    return check_rank(rank, world_size)
 
 
 def check_rank(rank: int, world_size: int) -> tuple[int, int]:
+    """Both unchanged, if the rank is in the world; raises `ConfigError` otherwise."""
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, found {world_size}")
     if not 0 <= rank < world_size:
@@ -85,11 +81,13 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def check_batch_size(batch_size: int, world_size: int) -> int:
+    """The batch size unchanged, if every rank gets a sample; raises `ConfigError` otherwise."""
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
     if batch_size < world_size:
         raise ConfigError(
-            f"batch_size={batch_size} is smaller than world_size={world_size}: some ranks would never get a sample. "
-            f"batch_size counts the samples of all ranks together; use at least {world_size}, or fewer ranks"
+            f"batch_size={batch_size} is smaller than world_size={world_size}: some ranks would "
+            "never get a sample. batch_size counts the samples of all ranks together; use at least "
+            f"{world_size}, or fewer ranks"
         )
     return batch_size

@@ -1,0 +1,77 @@
+"""What benchmarks share: joining a group, reading own memory, tables, JSON files, charts."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Collection, Iterable, Sequence
+from typing import Any
+
+from paceline.errors import ConfigError, PacelineError
+
+__all__ = ["join_group", "own_memory_mib", "print_table", "pyplot", "write_json"]
+
+
+def join_group(backend: str, directory: str, rank: int, world_size: int) -> None:
+    """Make this process, with one thread, a rank of the group that meets in `directory`."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline  # noqa: F401 - registers the backend
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size
+    )
+
+
+def own_memory_mib(file: str, field: str) -> float:
+    """A field of `/proc/self/<file>` that is given in kB, such as VmRSS of `status`."""
+    for line in pathlib.Path("/proc/self", file).read_text().splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) / 1024
+    raise PacelineError(f"/proc/self/{file} has no {field}: this benchmark needs Linux")
+
+
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    text_columns: Collection[str] = (),
+) -> None:
+    """Print a table that is as wide as it must be; all columns but `text_columns` hold numbers."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        justify: Any = "left" if column in text_columns else "right"
+        table.add_column(column, justify=justify, no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    console = Console()
+    console.width = max(console.width, 140)
+    console.print(table)
+
+
+def write_json(path: str, figures: object) -> None:
+    """Write the figures of a benchmark, for `--json`."""
+    pathlib.Path(path).write_text(json.dumps(figures, indent=1))
+
+
+def pyplot() -> Any:
+    """`matplotlib.pyplot`, drawing into files, for `--plot`. Matplotlib is no dependency of
+    Paceline: call this before anything is measured.
+
+    Raises:
+        ConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib") from None
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    return plt
