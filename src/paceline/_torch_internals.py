@@ -10,12 +10,10 @@ do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, suppress
-from datetime import timedelta
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
