@@ -21,8 +21,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.core.store_exchange import exchange
 from paceline.errors import ConfigError, MismatchError, PacelineError
-from paceline.launch.agreement import exchange
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import Phase, WaitLabel
 
@@ -275,13 +275,12 @@ class _Ranks:
                 self._store,
                 f"{self._call}/{moment}",
                 self.rank,
-                self.world_size,
+                range(self.world_size),
                 value,
-                timeout_s=self._timeout_s,
-                complain=lambda missing: (
+                datetime.timedelta(seconds=self._timeout_s),
+                describe_missing=lambda missing: (
                     f"rank {self.rank} called {self._name} and waited {self._timeout_s:g} s, but ranks {missing} did "
                     "not come to it. Call it on every rank - rank 0 alone writes - not inside `if rank == 0:`"
                 ),
             )
-        assert values is not None, "this exchange is never called off"
-        return values
+        return list(values.values())

@@ -1,45 +1,49 @@
-"""Finds this process's place - rank, world, host - in the variables its launcher left. Pure: reads
-a mapping only.
+"""Finds out which rank this process is: the only place where rank and world size are read from the
+environment.
 
-Looked at in this order, first match wins:
+`find_rank_env` is pure: it reads the variables a launcher left in a mapping. They are looked at in
+this order, the first match wins:
 
     RANK + WORLD_SIZE      paceline run, torchrun, Ray Train, Kubernetes' PyTorchJob, anything by hand
     OMPI_COMM_WORLD_*      Open MPI's mpirun
     PMI_RANK + PMI_SIZE    MPICH, Intel MPI and other users of Hydra
     SLURM_PROCID           srun (inside a step; the batch script itself is no rank)
     JOB_COMPLETION_INDEX   an indexed Kubernetes Job, with WORLD_SIZE and MASTER_ADDR set by hand
-    nothing                alone: a world of one
+    nothing                alone: a single process
 
 The schedulers below the first line are looked at even when the first matched, to notice a
 contradiction: four processes that all read a left-over `RANK=0 WORLD_SIZE=1` would each train alone
 and nobody would know.
+
+`current_rank_and_world` is the question everything else asks, before and after a group exists.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import sys
 from collections.abc import Mapping
 
 from paceline.errors import ConfigError
 
-__all__ = ["RankEnv", "find_rank_env", "expand_hostlist"]
+__all__ = ["RankEnv", "current_rank_and_world", "find_rank_env", "expand_hostlist"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RankEnv:
-    """A process's place in its job, as far as the environment tells."""
+    """A process's rank in its job, as far as the environment knows."""
 
-    source: str  # who started the job, in words
+    source: str  # who started the job, for messages
     rank: int
     world_size: int
-    local_rank: int | None = None  # None: only comparing hosts with the other ranks can tell
+    local_rank: int | None = None  # None: has to be found by comparing hosts with the other ranks
     local_world_size: int | None = None
     master_addr: str | None = None
     master_port: int | None = None
-    job_key: str | None = (
-        None  # tells jobs on one host apart; set where ranks may meet through a local file
-    )
+    # Distinguishes jobs on one host; set where ranks may meet through a local file.
+    job_key: str | None = None
 
     @property
     def one_host(self) -> bool:
@@ -47,8 +51,22 @@ class RankEnv:
         return self.local_world_size == self.world_size
 
 
+def current_rank_and_world() -> tuple[int, int]:
+    """This process's rank and the number of ranks: of the default group if there is one, else as
+    the environment says, else (0, 1).
+
+    Does not import torch: without torch.distributed loaded there is no group. Raises `ConfigError`
+    if the environment is half set or contradicts itself.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    env = find_rank_env(os.environ)
+    return env.rank, env.world_size
+
+
 def find_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """The place the environment describes. Raises `ConfigError` if it is half set or contradicts
+    """The rank the environment describes. Raises `ConfigError` if it is half set or contradicts
     itself.
     """
     variables = _Variables(environ)
@@ -56,9 +74,9 @@ def find_rank_env(environ: Mapping[str, str]) -> RankEnv:
     scheduler = _from_open_mpi(variables) or _from_pmi(variables) or _from_slurm(variables)
     if explicit and scheduler:
         _check_agreement(variables, explicit, scheduler)
-    found = explicit or scheduler or _from_indexed_job(variables) or RankEnv("alone", 0, 1, 0, 1)
-    _check_ranges(variables, found)
-    return found
+    env = explicit or scheduler or _from_indexed_job(variables) or RankEnv("alone", 0, 1, 0, 1)
+    _check_ranges(variables, env)
+    return env
 
 
 class _Variables:
@@ -84,7 +102,8 @@ class _Variables:
             return int(value)
         except ValueError:
             raise ConfigError(
-                f"the environment variable {self._read[-1]} should be a whole number but is {value!r}"
+                f"the environment variable {self._read[-1]} should be a whole number but is "
+                f"{value!r}"
             ) from None
 
     def show(self, *names: str) -> str:
@@ -107,8 +126,8 @@ def _from_rank_and_world(variables: _Variables) -> RankEnv | None:
     if rank is None or world is None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         raise ConfigError(
-            f"half of the environment is missing: {variables.show(*names)}. Set both RANK and WORLD_SIZE, or neither; "
-            "`paceline run` and torchrun set them for you"
+            f"half of the environment is missing: {variables.show(*names)}. Set both RANK and "
+            "WORLD_SIZE, or neither; `paceline run` and torchrun set them for you"
         )
     return RankEnv(
         _launcher(variables),
@@ -218,29 +237,27 @@ def _check_agreement(variables: _Variables, explicit: RankEnv, scheduler: RankEn
     if same or explicit.world_size > scheduler.world_size:
         return
     raise ConfigError(
-        f"two launchers disagree about this process: RANK and WORLD_SIZE say rank {explicit.rank} of "
-        f"{explicit.world_size}, {scheduler.source} says rank {scheduler.rank} of {scheduler.world_size} "
-        f"({variables.read()}). Unset RANK and WORLD_SIZE to believe {scheduler.source}"
+        f"two launchers disagree about this process: RANK and WORLD_SIZE say rank {explicit.rank} "
+        f"of {explicit.world_size}, {scheduler.source} says rank {scheduler.rank} of "
+        f"{scheduler.world_size} ({variables.read()}). Unset RANK and WORLD_SIZE to use "
+        f"{scheduler.source}'s"
     )
 
 
-def _check_ranges(variables: _Variables, found: RankEnv) -> None:
+def _check_ranges(variables: _Variables, env: RankEnv) -> None:
     problems = []
-    if not 0 <= found.rank < found.world_size:
-        problems.append(f"rank {found.rank} is not in a world of {found.world_size}")
-    if found.local_rank is not None and found.local_world_size is not None:
-        if not 0 <= found.local_rank < found.local_world_size:
-            problems.append(
-                f"local rank {found.local_rank} is not among {found.local_world_size} on this host"
-            )
-        if found.local_world_size > found.world_size:
-            problems.append(
-                f"{found.local_world_size} ranks on this host are more than the world of {found.world_size}"
-            )
-    elif found.local_rank is not None and not 0 <= found.local_rank < found.world_size:
-        problems.append(f"local rank {found.local_rank} is not in a world of {found.world_size}")
-    if found.master_port is not None and not 0 <= found.master_port < 65536:
-        problems.append(f"{found.master_port} is not a port")
+    world, local_world = env.world_size, env.local_world_size
+    if not 0 <= env.rank < world:
+        problems.append(f"rank {env.rank} is not in a world of {world}")
+    if env.local_rank is not None and local_world is not None:
+        if not 0 <= env.local_rank < local_world:
+            problems.append(f"local rank {env.local_rank} is not among {local_world} on this host")
+        if local_world > world:
+            problems.append(f"{local_world} ranks on this host are more than the world of {world}")
+    elif env.local_rank is not None and not 0 <= env.local_rank < world:
+        problems.append(f"local rank {env.local_rank} is not in a world of {world}")
+    if env.master_port is not None and not 0 <= env.master_port < 65536:
+        problems.append(f"{env.master_port} is not a port")
     if problems:
         raise ConfigError(
             f"the environment contradicts itself: {'; '.join(problems)} ({variables.read()})"
@@ -253,7 +270,7 @@ def expand_hostlist(text: str) -> list[str]:
     for item in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
         hosts += _expand_brackets(item.strip())
     if not hosts:
-        raise ConfigError(f"this is no list of hosts: {text!r}")
+        raise ConfigError(f"this is not a list of hosts: {text!r}")
     return hosts
 
 
@@ -266,7 +283,7 @@ def _expand_brackets(item: str) -> list[str]:
         first, _, last = part.partition("-")
         last = last or first
         if not (first.isdigit() and last.isdigit()):
-            raise ConfigError(f"this is no list of hosts: {item!r}")
+            raise ConfigError(f"this is not a list of hosts: {item!r}")
         names = [
             f"{item[: match.start()]}{n:0{len(first)}}{item[match.end() :]}"
             for n in range(int(first), int(last) + 1)

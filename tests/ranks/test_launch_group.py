@@ -175,7 +175,7 @@ def test_two_processes_with_one_rank_are_noticed(port, tmp_path):
 
     outcomes = run_ranks(3, join)
     assert outcomes[:2] == [(2,), (2,)]
-    assert "two processes say they are rank 1 of 3" in str(outcomes[2])
+    assert "two processes claim to be rank 1 of 3" in str(outcomes[2])
 
 
 def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
@@ -191,7 +191,7 @@ def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
 
 
 @BACKENDS
-def test_alone_is_a_world_of_one_and_can_be_joined_again(backend):
+def test_alone_is_a_single_process_that_can_join_again(backend):
     def join(rank, world):
         import io
 
@@ -214,7 +214,7 @@ def test_alone_is_a_world_of_one_and_can_be_joined_again(backend):
 
     said = run_ranks(1, join)[0].splitlines()
     assert len(said) == 2
-    assert f"a world of one (alone), {backend}," in said[0]
+    assert f"single process (alone), {backend}," in said[0]
 
 
 def test_leaving_and_joining_again_with_others(port):
@@ -259,7 +259,7 @@ def test_arguments_that_contradict_the_environment():
         with pytest.raises(ConfigError, match=r"rank=7\) contradicts .* which says rank 0 of 1"):
             paceline.init_process_group(world_size=9, rank=7)
         _become({})
-        with pytest.raises(ConfigError, match="needs both numbers and a place to meet"):
+        with pytest.raises(ConfigError, match="needs both numbers and an address to meet at"):
             paceline.init_process_group(world_size=2, rank=0)
 
     run_ranks(1, join)

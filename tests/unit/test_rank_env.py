@@ -4,12 +4,17 @@ that names them.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import types
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline.errors import ConfigError
-from paceline.rank_env import RankEnv, expand_hostlist, find_rank_env
+from paceline.rank_env import RankEnv, current_rank_and_world, expand_hostlist, find_rank_env
 
 TORCHRUN = {
     "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
@@ -173,5 +178,63 @@ def test_host_lists(text, hosts):
 
 @pytest.mark.parametrize("text", ["", "gpu[a-b]"])
 def test_no_host_list(text):
-    with pytest.raises(ConfigError, match="no list of hosts"):
+    with pytest.raises(ConfigError, match="not a list of hosts"):
         expand_hostlist(text)
+
+
+# -- the rank before and after a group exists ------------------------------------------------------
+
+
+@pytest.fixture
+def environ(monkeypatch):
+    """An environment without any launcher's variables."""
+    variables = {*TORCHRUN, *OPEN_MPI, *MPICH, *SLURM, *PYTORCH_JOB, *INDEXED_JOB}
+    for name in (*variables, "PACELINE_LAUNCHER"):
+        monkeypatch.delenv(name, raising=False)
+    return lambda added: [monkeypatch.setenv(name, value) for name, value in added.items()]
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (0, 1)),
+        (TORCHRUN, (5, 8)),
+        (OPEN_MPI, (1, 2)),
+        (MPICH, (1, 2)),
+        (SLURM, (5, 7)),
+        (PYTORCH_JOB, (2, 4)),
+        (INDEXED_JOB, (3, 4)),
+    ],
+)
+def test_before_a_group_exists_the_environment_tells_the_rank(environ, variables, expected):
+    environ(variables)
+    assert current_rank_and_world() == expected
+
+
+def test_half_an_environment_is_not_taken_for_a_single_process(environ):
+    environ({"RANK": "1"})
+    with pytest.raises(ConfigError, match="half of the environment"):
+        current_rank_and_world()
+
+
+@pytest.mark.parametrize("initialized", [False, True])
+def test_the_default_group_comes_before_the_environment(environ, monkeypatch, initialized):
+    environ(SLURM)
+    distributed = types.SimpleNamespace(
+        is_available=lambda: True,
+        is_initialized=lambda: initialized,
+        get_rank=lambda: 2,
+        get_world_size=lambda: 3,
+    )
+    monkeypatch.setitem(sys.modules, "torch.distributed", distributed)
+    assert current_rank_and_world() == ((2, 3) if initialized else (5, 7))
+
+
+def test_asking_for_the_rank_does_not_import_torch():
+    code = (
+        "import sys; from paceline.rank_env import current_rank_and_world\n"
+        "assert current_rank_and_world() == (1, 2)\n"
+        "sys.exit('torch' in sys.modules)"
+    )
+    env = {**os.environ, "RANK": "1", "WORLD_SIZE": "2", "PACELINE_LAUNCHER": "test"}
+    assert subprocess.run([sys.executable, "-c", code], env=env, check=False).returncode == 0

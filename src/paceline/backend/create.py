@@ -15,7 +15,7 @@ from paceline.backend.device_backends import other_backends
 from paceline.backend.host_engine import Engine, HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status
-from paceline.core.rendezvous import exchange
+from paceline.core.store_exchange import exchange
 
 __all__ = ["create_group"]
 

@@ -141,7 +141,7 @@ def _cores() -> _Finding:
 def _threads() -> _Finding:
     import torch
 
-    from paceline.launch.rank_count import threads_for
+    from paceline.launch.resources import threads_for
 
     ranks = {n: threads_for(n) for n in (1, 2, 4)}
     value = f"torch uses {torch.get_num_threads()}; per rank: " + ", ".join(

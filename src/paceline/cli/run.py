@@ -15,7 +15,7 @@ from paceline.errors import ConfigError, describe_exit
 from paceline.launch.child_processes import adopt_orphans
 from paceline.launch.messages import PRELOAD, RendezvousConfig, Script, exit_code_for_shell
 from paceline.launch.output import Output
-from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.resources import count_ranks, threads_for
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 

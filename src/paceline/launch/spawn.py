@@ -13,7 +13,7 @@ from typing import Any
 from paceline.errors import ConfigError, LaunchError, describe_exit
 from paceline.launch.messages import PRELOAD, Function, Report
 from paceline.launch.output import Output
-from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.resources import count_ranks, threads_for
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.status_page import script_name
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, stall_after_s
