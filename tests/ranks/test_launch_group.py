@@ -1,4 +1,4 @@
-"""`init_process_group()` in simulated environments: it finds the place, or says who or what is
+"""`init_process_group()` in simulated environments: it finds the rank, or names who or what is
 wrong.
 """
 
@@ -71,8 +71,9 @@ def test_master_address_without_local_rank(port, backend):
 
 def _slurm(rank, world, job):
     return {
-        "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_JOB_ID": job, "SLURM_STEP_ID": 0, "SLURM_STEP_NODELIST": "node7",
+        "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_LOCALID": rank,
+        "SLURM_STEP_NUM_NODES": 1, "SLURM_JOB_ID": job, "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NODELIST": "node7",
     }  # fmt: skip
 
 
@@ -181,8 +182,8 @@ def test_two_processes_with_one_rank_are_noticed(port, tmp_path):
 def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
     def join(rank, world):
         _become({
-            "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+            "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 4,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
         })  # fmt: skip
         with pytest.raises(ConfigError, match=r"rank 0 of 4 \(Open MPI\).*mpirun -x MASTER_ADDR"):
             paceline.init_process_group("gloo")
@@ -212,9 +213,9 @@ def test_alone_is_a_single_process_that_can_join_again(backend):
         paceline.destroy_process_group()  # when there is none: nothing
         return sys.stderr.getvalue()
 
-    said = run_ranks(1, join)[0].splitlines()
-    assert len(said) == 2
-    assert f"single process (alone), {backend}," in said[0]
+    lines = run_ranks(1, join)[0].splitlines()
+    assert len(lines) == 2
+    assert f"single process (alone), {backend}," in lines[0]
 
 
 def test_leaving_and_joining_again_with_others(port):

@@ -85,10 +85,10 @@ def test_local_ranks_are_found_by_comparing_hosts():
     assert {(p.local_world_size, p.hosts, p.threads) for p in placements} == {(2, 2, 2)}
 
 
-@pytest.mark.parametrize("wish", ["0", "-1", "many", "1.5"])
-def test_a_senseless_number_of_ranks(wish):
+@pytest.mark.parametrize("requested", ["0", "-1", "many", "1.5"])
+def test_an_invalid_number_of_ranks(requested):
     with pytest.raises(ConfigError, match="number of ranks"):
-        count_ranks(wish)
+        count_ranks(requested)
 
 
 def test_threads_the_user_set_are_kept():
@@ -102,7 +102,7 @@ def test_exit_codes_are_those_of_a_shell():
     assert [exit_code_for_shell(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
 
 
-# -- output --------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -154,13 +154,13 @@ def test_quiet_ranks_still_go_to_their_logs(tmp_path):
     )
     for rank in (0, 1):
         output.feed(rank, 1, b"line\n")
-    output.tell(1, "it failed\n")
+    output.report(1, "it failed\n")
     output.close()
     assert written == [b"[0] line\n", b"[1] it failed\n"]
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "line\nit failed\n"
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,13 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 
+from paceline._linux import anonymous_memory, open_descriptor_of
 from paceline.core.store_exchange import Store, exchange, format_ranks, wait_for_peer
 from paceline.errors import NativeError
 
 __all__ = ["SumOverRanks", "agreed_descriptor", "open_peer_descriptor", "shared_descriptor"]
 
-# Adds up a few integers of every rank of the host: what ranks that share memory already do quickest.
+# Adds up a few integers of every rank of the host, through memory the ranks share already.
 SumOverRanks = Callable[[Sequence[int]], Sequence[int]]
 
 
@@ -44,7 +45,7 @@ def shared_descriptor(
     try:
         if rank == leader:
             nonce = (secrets.randbits(63), secrets.randbits(63))
-            created = _anonymous_file()
+            created = _create_segment()
             prepare(created, nonce)
             store.set(f"{topic}/segment", f"{os.getpid()} {created} {nonce[0]} {nonce[1]}")
         purpose = f"the shared memory that rank {leader} makes"
@@ -71,7 +72,7 @@ def agreed_descriptor(
     error: Exception | None = None
     try:
         if rank == 0:
-            created = _anonymous_file()
+            created = _create_segment()
             try:
                 prepare(created)
             except Exception as raised:
@@ -93,10 +94,10 @@ def agreed_descriptor(
             os.close(created)
 
 
-def _anonymous_file() -> int:
-    created = os.memfd_create("paceline", os.MFD_CLOEXEC)
-    os.fchmod(created, 0o600)
-    return created
+def _create_segment() -> int:
+    descriptor = anonymous_memory("paceline")
+    os.fchmod(descriptor, 0o600)
+    return descriptor
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def _failing_on_all_summed(sum_over_ranks: SumOverRanks, rank: int, size: int) -
 def open_peer_descriptor(pid: int, number: int) -> int:
     """Open another process's descriptor; the kernel asks for the same user."""
     try:
-        return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+        return open_descriptor_of(pid, number)
     except OSError as error:
         raise NativeError(
             f"process {os.getpid()} may not open the shared memory of process {pid}: "

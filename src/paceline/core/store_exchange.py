@@ -148,16 +148,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_missing(missing: list[int], rank: int, size: int, timeout: timedelta) -> str:
     return (
-        f"rank {rank} waited {timeout.total_seconds():g} s for {format_ranks(missing)} of {size} to "
-        f"join the group, but they never came. Look at their output; were all {size} ranks started?"
+        f"rank {rank} waited {timeout.total_seconds():g} s for {format_ranks(missing)} of {size} "
+        "to join the group, but they never came. Look at their output; were all "
+        f"{size} ranks started?"
     )
 
 
 def _peer_lost(rank: int, peer: int, pid: int) -> PeerLost:
     code = exit_code_of(pid, -1)
     return PeerLost(
-        f"rank {peer} (pid {pid}) was lost before the group was ready, while rank {rank} waited for "
-        f"it: {describe_exit(code)}. Its own output tells why",
+        f"rank {peer} (pid {pid}) was lost before the group was ready, while rank {rank} waited "
+        f"for it: {describe_exit(code)}. Its own output says why",
         rank=peer,
         pid=pid,
         exitcode=code,
@@ -241,7 +242,7 @@ class _Exchange:
         return wait_for_key(self._store, key, deadline, is_over)
 
     def _failure(self, watched: Sequence[int]) -> _Outcome:
-        """Why a wait was given up. If nobody is absent, it is the collector that does not answer."""
+        """Why a wait was given up. If nobody is absent, the collector does not answer."""
         if self._is_cancelled():
             raise ExchangeCancelled
         if (ended := self._peers.first_ended(watched)) is not None:

@@ -32,7 +32,8 @@ from paceline.telemetry.collective_recorder import joining
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import Store
+
+    from paceline._torch_internals import Store
 
 __all__ = [
     "init_process_group",
@@ -233,12 +234,12 @@ def placement() -> Placement | None:
 
 
 def rank() -> int:
-    """This process's rank: of the default group, or before there is one, as the environment says."""
+    """This process's rank: that of the default group, else the one the environment says."""
     return current_rank_and_world()[0]
 
 
 def world_size() -> int:
-    """The number of ranks: of the default group, or before there is one, as the environment says."""
+    """The number of ranks: that of the default group, else the one the environment says."""
     return current_rank_and_world()[1]
 
 

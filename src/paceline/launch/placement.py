@@ -18,7 +18,7 @@ from paceline.launch.resources import allowed_cores, cpu_quota, threads_per_rank
 from paceline.rank_env import RankEnv
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from paceline._torch_internals import Store
 
 __all__ = ["Placement", "RankResources", "agree_on_placement", "placement_from"]
 

@@ -3,7 +3,6 @@
 
     placement          where this rank is, if `init_process_group` found it
     store              the part of the job's store that belongs to this group
-    failure channel    carries the error that ends this rank to its peers
     session            the status page, the recorded calls, the stall watcher
     save listener      made by the first `save_requested()`, with or without a group
 
@@ -13,19 +12,20 @@ holds just that.
 
 Some state has to live longer than a membership, or below it, and stays process-wide:
 
-    telemetry.recorder.recorder     bound by name on hot paths; a per-group object would cost a lookup
-                                    in every collective. The session opens and closes its page
-    diagnostics.session             torch's classes are patched once per process; the launcher begins a
-                                    session before there is a group
-    failure_channel's hooks         sys.excepthook and threading.excepthook belong to the interpreter, and
-                                    groups made with torch's own functions need them too
-    core.communicator               one descriptor per watched process however many groups watch it, and a
-                                    fork handler that makes every communicator unusable in a child
-    launch.store                    servers at a given address and the number of groups joined so far: both
-                                    keep a group apart from the one before it
-    checkpoint                      counts calls, so that their keys in the store never repeat
-    fork and exit handlers          os.register_at_fork cannot be undone: they are registered once and look
-                                    up the current context
+    telemetry.recorder.recorder   Bound by name on hot paths; an object per group would cost every
+                                  collective a lookup. The session opens and closes its page.
+    diagnostics.session           Patches torch's classes, of which there is one set per process;
+                                  the launcher begins a session before there is a group.
+    failure_channel's hooks       sys.excepthook and threading.excepthook belong to the interpreter.
+                                  A failure channel lives as long as its group, which may have been
+                                  made with torch's own functions.
+    core.communicator             One descriptor per watched process, however many groups watch it,
+                                  and a fork handler that disables communicators in a child.
+    launch.store                  Servers at a given address and the number of groups joined so far:
+                                  they keep a group apart from the one before it.
+    checkpoint                    Counts its calls, so that their keys in the store never repeat.
+    fork and exit handlers        os.register_at_fork cannot be undone: registered once, they look
+                                  up the current context.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ from typing import TYPE_CHECKING
 
 from paceline.core.store_exchange import wait_for_key
 from paceline.diagnostics import session
-from paceline.failure_channel import FailureChannel, unregister_channel
 from paceline.launch.placement import Placement
 from paceline.launch.save_listener import SaveListener
 from paceline.telemetry.variables import RUN_ID
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from paceline._torch_internals import Store
 
 __all__ = ["ProcessContext", "current_context", "drop_context", "enter_context"]
 
@@ -69,7 +68,6 @@ class ProcessContext:
         self._store = store
         self._serves_store = serves_store
         self._pid = os.getpid()
-        self._failure_channel: FailureChannel | None = None
         self._save_listener: SaveListener | None = None
 
     def observe_default_group(self, timeout: datetime.timedelta | None) -> None:
@@ -77,16 +75,17 @@ class ProcessContext:
         launcher's, or one that the ranks agree on in their store.
         """
         import torch.distributed as dist
-        from torch.distributed.distributed_c10d import _get_default_store, default_pg_timeout
+        from torch.distributed.distributed_c10d import default_pg_timeout
 
+        from paceline._torch_internals import default_store
         from paceline.backend.store_failure_channel import failure_channel_of
 
         group = dist.group.WORLD
         assert group is not None
-        self._failure_channel = failure_channel_of(group)
+        failure_channel_of(group)
         job = os.environ.get(RUN_ID) or uuid.uuid4().hex
         if RUN_ID not in os.environ and group.size() > 1:
-            job = _get_default_store().compare_set("paceline/job", "", job).decode()
+            job = default_store().compare_set("paceline/job", "", job).decode()
         timeout_s = (timeout or default_pg_timeout).total_seconds()
         session.joined(group.rank(), group.size(), job=job, timeout_s=timeout_s)
 
@@ -114,10 +113,6 @@ class ProcessContext:
         session.end()
         if (listener := self.detach_save_listener()) is not None:
             listener.close()
-        # An error that passes while the group is left may still end the program: then the peers
-        # are to read it.
-        if self._failure_channel is not None and sys.exception() is None:
-            unregister_channel(self._failure_channel)
         self._leave_store()
 
     def _leave_store(self) -> None:

@@ -24,7 +24,7 @@ from paceline.errors import ConfigError
 from paceline.rank_env import current_rank_and_world
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store
+    from paceline._torch_internals import Store
 
 __all__ = ["NO_REQUEST", "SAVE_SIGNAL", "STOP_SIGNAL", "SaveListener", "SaveRequest"]
 
@@ -182,7 +182,7 @@ class SaveListener:
             self._mask = None
 
     def abandon_signals(self) -> None:
-        """In a forked child, such as a loader's worker: SIGTERM must end it, as its sender expects."""
+        """In a forked child, such as a loader's worker: SIGTERM ends it, as its sender expects."""
         for number in (STOP_SIGNAL, SAVE_SIGNAL):
             signal.signal(number, signal.SIG_DFL)
 
@@ -190,9 +190,9 @@ class SaveListener:
 def _group_store() -> Store | None:
     """Where the ranks of the default group agree; None for a single process."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
-    from torch.distributed.distributed_c10d import _get_default_store
+
+    from paceline._torch_internals import PrefixStore, default_store
 
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    return PrefixStore("paceline/requests", _get_default_store())
+    return PrefixStore("paceline/requests", default_store())

@@ -20,13 +20,14 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from paceline._linux import read_stat
 from paceline.errors import CollectiveTimeout, ConfigError
 from paceline.rank_env import RankEnv
 
 if TYPE_CHECKING:
-    from torch._C._distributed_c10d import Store, TCPStore
+    from paceline._torch_internals import Store, TCPStore
 
-__all__ = ["JobStore", "open_group_store", "open_store", "process_start_time"]
+__all__ = ["JobStore", "open_group_store", "open_store"]
 
 _LAUNCHERS = (
     "hydra_pmi_proxy",
@@ -70,7 +71,7 @@ def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> Jo
     """The store all ranks of this job share. Fails within the time limit, naming what could not be
     reached.
     """
-    from torch._C._distributed_c10d import HashStore, PrefixStore
+    from paceline._torch_internals import HashStore, PrefixStore
 
     if env.world_size == 1 and env.master_addr is None:
         return JobStore(HashStore())
@@ -91,7 +92,7 @@ def open_store(env: RankEnv, environ: Mapping[str, str], timeout_s: float) -> Jo
 @contextlib.contextmanager
 def open_group_store(job: JobStore) -> Iterator[Store]:
     """The part of the job's store for the next group; counted as joined when the block succeeds."""
-    from torch._C._distributed_c10d import PrefixStore
+    from paceline._torch_internals import PrefixStore
 
     yield PrefixStore(f"paceline/group_{_Groups.joined}", job.store)
     _Groups.joined += 1
@@ -116,8 +117,9 @@ def _no_address(env: RankEnv) -> str:
 
 def _serve_at(address: str, port: int, world_size: int, timeout_s: float) -> TCPStore:
     """Serve a store at an address that the environment names."""
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError
+
+    from paceline._torch_internals import TCPStore
 
     if (address, port) not in _served:
         try:
@@ -140,8 +142,9 @@ def _serve_at(address: str, port: int, world_size: int, timeout_s: float) -> TCP
 
 
 def _connect(env: RankEnv, address: str, port: int, timeout_s: float) -> TCPStore:
-    from torch._C._distributed_c10d import TCPStore
     from torch.distributed import DistNetworkError, DistStoreError
+
+    from paceline._torch_internals import TCPStore
 
     timeout = datetime.timedelta(seconds=timeout_s)
     try:
@@ -172,7 +175,7 @@ def _open_through_file(env: RankEnv, timeout_s: float) -> JobStore:
     if env.rank != 0:
         port = _read_port(path, env, timeout_s)
         return JobStore(_connect(env, "127.0.0.1", port, timeout_s))
-    from torch._C._distributed_c10d import TCPStore
+    from paceline._torch_internals import TCPStore
 
     listen_socket = socket.create_server(("127.0.0.1", 0), backlog=env.world_size + 8)
     port = listen_socket.getsockname()[1]
@@ -186,7 +189,7 @@ def _open_through_file(env: RankEnv, timeout_s: float) -> JobStore:
         master_listen_fd=listen_socket.detach(),
     )
     pid = os.getpid()
-    _write_atomically(path, {"port": port, "pid": pid, "started": process_start_time(pid)})
+    _write_atomically(path, {"port": port, "pid": pid, "started": _start_ticks(pid)})
     return JobStore(store, served_here=True, port_file=path)
 
 
@@ -205,7 +208,7 @@ def _read_port(path: pathlib.Path, env: RankEnv, timeout_s: float) -> int:
             ours = path.stat().st_uid == os.getuid()
             # A file left by a job that died names a process that is gone, or another one with its
             # number.
-            if ours and content["started"] == process_start_time(content["pid"]):
+            if ours and content["started"] == _start_ticks(content["pid"]):
                 return int(content["port"])
         time.sleep(0.02)
     raise CollectiveTimeout(
@@ -215,25 +218,17 @@ def _read_port(path: pathlib.Path, env: RankEnv, timeout_s: float) -> int:
     )
 
 
-def process_start_time(pid: int) -> str | None:
-    """When a process started, in the kernel's ticks; None if there is no such process."""
-    try:
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else fields[19]
-
-
 def _launcher_process() -> str | None:
     """A name for this job made from the mpirun (or the like) above this process."""
     pid = os.getppid()
-    while pid > 1:
-        try:
-            stat = pathlib.Path(f"/proc/{pid}/stat").read_text()
-        except OSError:
-            return None
-        name = stat[stat.index("(") + 1 : stat.rindex(")")]
-        if name in _LAUNCHERS:
-            return f"{name}-{pid}-{process_start_time(pid)}"
-        pid = int(stat.rpartition(")")[2].split()[1])
+    while pid > 1 and (stat := read_stat(pid)) is not None:
+        if stat.command in _LAUNCHERS:
+            return f"{stat.command}-{pid}-{stat.start_ticks}"
+        pid = stat.parent
     return None
+
+
+def _start_ticks(pid: int) -> int | None:
+    """With the pid, a name of a running process that no other will have."""
+    stat = read_stat(pid)
+    return None if stat is None or stat.has_ended else stat.start_ticks
