@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
 
 
 def test_interrupted_while_torch_is_being_imported(tmp_path):
-    """A slow module stands for torch: it says when its import has begun."""
+    """A slow module stands for torch: it marks when its import has begun."""
     up = tmp_path / "up"
     text = f"import pathlib, time\npathlib.Path({str(up)!r}).write_text('up')\ntime.sleep(300)"
     write_script(tmp_path, text, "slow.py")

@@ -47,7 +47,7 @@ def _sum_of_ranks():
     return value.item()
 
 
-def _place():
+def _placement():
     here = paceline.launch.init.placement()
     return (here.source, here.rank, here.world_size, here.local_rank, here.local_world_size)
 
@@ -61,9 +61,9 @@ def test_master_address_without_local_rank(port, backend):
             {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         )
         paceline.init_process_group(backend)
-        total, place = _sum_of_ranks(), _place()
+        total, placement = _sum_of_ranks(), _placement()
         paceline.destroy_process_group()
-        return total, place
+        return total, placement
 
     expected = [(3.0, ("RANK and WORLD_SIZE", rank, 3, rank, 3)) for rank in range(3)]
     assert run_ranks(3, join) == expected
@@ -81,9 +81,9 @@ def test_slurm_on_one_node_meets_without_a_port():
     def join(rank, world, job):
         _become(_slurm(rank, world, job))
         paceline.init_process_group("gloo")
-        total, place = _sum_of_ranks(), _place()
+        total, placement = _sum_of_ranks(), _placement()
         paceline.destroy_process_group()
-        return total, place
+        return total, placement
 
     job = os.getpid()
     assert run_ranks(2, join, job) == [(1.0, ("Slurm", rank, 2, rank, 2)) for rank in range(2)]
@@ -179,7 +179,7 @@ def test_two_processes_with_one_rank_are_noticed(port, tmp_path):
     assert "two processes claim to be rank 1 of 3" in str(outcomes[2])
 
 
-def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
+def test_the_error_of_a_multi_host_mpirun_without_an_address_says_what_to_set():
     def join(rank, world):
         _become({
             "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 4,

@@ -124,6 +124,27 @@ def test_ranks_meet_and_leave_without_warnings(tmp_path, backend):
     assert job.stderr.splitlines() == ([] if backend == "stock" else [line])
 
 
+def test_a_forked_child_that_exits_leaves_the_group_to_its_parent(tmp_path):
+    """The child runs the exit handlers it inherited: it must not speak for its parent."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, torch, torch.distributed as dist, paceline
+        paceline.init_process_group(quiet=True)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        print(value.item(), os.path.exists(f"/proc/{child}"))
+        """,
+    )
+    job = _run(run_command(script, options=(TORCH,)))
+    assert _by_rank(job) == ["2.0 False"] * 2
+    assert job.stderr == ""
+
+
 def test_two_jobs_at_once(tmp_path):
     command = run_command(write_script(tmp_path, MEET), "gloo", options=(TORCH,))
     jobs = []

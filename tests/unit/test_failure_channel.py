@@ -203,5 +203,5 @@ def test_a_frame_says_when_an_error_arrives(traced):
         assert sys.gettrace() is (tracer if traced else before)
     finally:
         sys.settrace(before)
-    assert [str(one) for one in seen] == ["the needle"]
+    assert [str(error) for error in seen] == ["the needle"]
     assert seen[0].__traceback__ is not None

@@ -1,4 +1,4 @@
-"""Every launcher's variables lead to the right place; half-set and contradictory ones to an error
+"""Every launcher's variables lead to the right rank; half-set and contradictory ones to an error
 that names them.
 """
 
@@ -107,9 +107,8 @@ def test_alone():
 
 def test_a_launcher_inside_a_scheduler_is_believed():
     assert find_rank_env({**SLURM, **TORCHRUN}).source == "torchrun"
-    assert (
-        find_rank_env({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2"}).rank == 1
-    )  # a wrapper script that says the same
+    # A wrapper script that sets the same.
+    assert find_rank_env({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2"}).rank == 1
 
 
 @pytest.mark.parametrize("kept", ["RANK", "WORLD_SIZE"])

@@ -40,7 +40,14 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return int(pid) if place == mine else None
 
     told = exchange(
-        store, "host", rank, range(size), f"{mine} {os.getpid()}", timeout, pid_in=pid_in
+        store,
+        "host",
+        rank,
+        range(size),
+        f"{mine} {os.getpid()}",
+        timeout,
+        pid_in=pid_in,
+        prompt=True,
     )
     places = [told[r].split()[0] for r in range(size)]
     if _NO_CORE in places:

@@ -142,7 +142,9 @@ class Communicator:
                 f"{size} ranks on one host; shared memory serves at most {abi.MAX_RANKS}"
             )
         if pids is None:
-            told = exchange(store, "pids", rank, ranks, str(os.getpid()), timeout, pid_in=int)
+            told = exchange(
+                store, "pids", rank, ranks, str(os.getpid()), timeout, pid_in=int, prompt=True
+            )
             pids = {other: int(pid) for other, pid in told.items()}
         config = _config(size, slot_bytes, timeout, spin_ns)
 

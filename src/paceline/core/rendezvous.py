@@ -157,9 +157,9 @@ def _failing_on_all_ranks(
     except Exception as error:
         line = f"rank {rank}: {error}".replace("\n", " ")
         with contextlib.suppress(Exception):  # the error at hand is the one to raise
-            exchange(store, f"{topic}/joined", rank, ranks, line, timeout, pids=pids)
+            exchange(store, f"{topic}/joined", rank, ranks, line, timeout, pids=pids, prompt=True)
         raise
-    answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout, pids=pids)
+    answers = exchange(store, f"{topic}/joined", rank, ranks, "ok", timeout, pids=pids, prompt=True)
     failed = [answer for answer in answers.values() if answer != "ok"]
     if failed:
         raise NativeError(

@@ -100,7 +100,7 @@ def init_process_group(
         context = _join(env, choice, threads, _join_timeout(timeout), options)
     enter_context(context)
     context.observe_default_group(timeout)
-    atexit.register(_leave_at_exit)
+    atexit.register(_leave_at_exit, os.getpid())
     if context.placement is not None and context.placement.rank == 0 and not quiet:
         _log_summary(context.placement, choice)
 
@@ -221,10 +221,13 @@ def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
         dist.destroy_process_group(group)
 
 
-def _leave_at_exit() -> None:
-    """A group that is still open at exit is no reason for warnings, nor for a second error."""
-    with contextlib.suppress(Exception):
-        destroy_process_group()
+def _leave_at_exit(pid: int) -> None:
+    """A group that is still open at exit is no reason for warnings, nor for a second error. A
+    forked child inherits this handler, but not the membership.
+    """
+    if os.getpid() == pid:
+        with contextlib.suppress(Exception):
+            destroy_process_group()
 
 
 def placement() -> Placement | None:

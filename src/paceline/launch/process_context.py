@@ -40,7 +40,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING
 
-from paceline.core.store_exchange import wait_for_key
+from paceline.core.store_exchange import wait_for_keys
 from paceline.diagnostics import session
 from paceline.launch.placement import Placement
 from paceline.launch.save_listener import SaveListener
@@ -125,9 +125,8 @@ class ProcessContext:
         with contextlib.suppress(RuntimeError):  # the server is gone already
             store.set(f"left/{placement.rank}", "1")
             if self._serves_store and not hasattr(sys, "last_value"):
-                deadline = time.monotonic() + _LEAVE_TIMEOUT_S
-                for rank in range(placement.world_size):
-                    wait_for_key(store, f"left/{rank}", deadline)
+                keys = [f"left/{rank}" for rank in range(placement.world_size)]
+                wait_for_keys(store, keys, time.monotonic() + _LEAVE_TIMEOUT_S)
 
 
 class _Process:

@@ -271,10 +271,11 @@ class _JobRun:
         reading, writing = _make_pipes(plan.ranks)
         try:
             self._fork_server = _start_fork_server(plan, writing)
+        except BaseException:
+            _close_pipes(reading)
+            raise
         finally:
-            for pipes in writing:
-                for descriptor in pipes.all():
-                    os.close(descriptor)
+            _close_pipes(writing)
         self._selector = self._watch(reading)
 
     def _watch(self, reading: list[RankPipes]) -> selectors.BaseSelector:
@@ -506,6 +507,12 @@ def _make_pipes(ranks: int) -> tuple[list[RankPipes], list[RankPipes]]:
         reading.append(RankPipes(*(read for read, _ in ends)))
         writing.append(RankPipes(*(write for _, write in ends)))
     return reading, writing
+
+
+def _close_pipes(ends: list[RankPipes]) -> None:
+    for pipes in ends:
+        for descriptor in pipes.all():
+            os.close(descriptor)
 
 
 def _start_fork_server(plan: Plan, pipes: list[RankPipes]) -> _ForkServer:
