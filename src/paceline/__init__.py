@@ -46,7 +46,8 @@ if TYPE_CHECKING:
         rank,
         world_size,
     )
-    from paceline.launch.save_request import SaveRequest, save_requested
+    from paceline.launch.save_listener import SaveRequest
+    from paceline.launch.save_request import save_requested
     from paceline.launch.spawn import spawn
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
@@ -64,7 +65,7 @@ _LAZY: dict[str, str] = {
     "local_rank": "paceline.launch.init",
     "local_world_size": "paceline.launch.init",
     "is_main": "paceline.launch.init",
-    "SaveRequest": "paceline.launch.save_request",
+    "SaveRequest": "paceline.launch.save_listener",
     "save_requested": "paceline.launch.save_request",
     "spawn": "paceline.launch.spawn",
     "save": "paceline.checkpoint",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import subprocess
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -17,6 +18,7 @@ __all__ = [
     "REFERENCES_OF_ARGUMENT",
     "find_caller",
     "freeze_garbage",
+    "interpreter_flags",
     "live_objects",
     "reference_count",
     "without_collecting",
@@ -83,3 +85,16 @@ def live_objects() -> list[Any]:
     name can be found so. Untracked objects are missing: callers then report the object as unknown.
     """
     return gc.get_objects()
+
+
+# --------------------------------------------------------------- child processes
+
+
+def interpreter_flags() -> list[str]:
+    """The command-line options this interpreter runs with, such as -O and -W, for a child.
+
+    multiprocessing and concurrent.futures start children with the same function
+    (Lib/subprocess.py). Where it is missing, children run without the options.
+    """
+    flags = getattr(subprocess, "_args_from_interpreter_flags", list)
+    return list(flags())

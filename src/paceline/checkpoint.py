@@ -27,8 +27,8 @@ import tempfile
 from typing import TYPE_CHECKING, Any
 
 from paceline._state_dict import align_names
+from paceline.core.store_exchange import exchange
 from paceline.errors import ConfigError, MismatchError, PacelineError
-from paceline.launch.agreement import exchange
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import Phase, WaitLabel
 
@@ -307,14 +307,13 @@ class _RankAgreement:
                 self._store,
                 f"{self._key}/{moment}",
                 self.rank,
-                self._world_size,
+                range(self._world_size),
                 value,
-                timeout_s=self._timeout_s,
-                complain=lambda missing: (
+                datetime.timedelta(seconds=self._timeout_s),
+                describe_missing=lambda missing: (
                     f"rank {self.rank} called {self._call} and waited {self._timeout_s:g} s, but "
                     f"ranks {missing} did not call it. Call it on every rank - only rank 0 writes "
                     "- not inside `if rank == 0:`"
                 ),
             )
-        assert values is not None, "this exchange is never called off"
-        return values
+        return list(values.values())

@@ -1,15 +1,19 @@
-"""What a rank says before it goes: the error that ends it is told to the peers that wait for it.
+"""The failure channel: the error that ends a rank is published to the peers that wait for it.
 
-Whatever carries a text to the peers is a `FailureChannel`, kept here while its group lives. An
-error that nobody handles comes
+Whatever carries a text to the peers of one group is a `FailureChannel`; it is registered here while
+its group lives. Groups of one host publish through their shared memory, others through their store.
+An error that nobody handles reaches the channels
 
-    from sys.excepthook         the program ends of it
-    from threading.excepthook   a thread ends of it, the program goes on: peers read it if this rank is missed later
-    from a finalizer            multiprocessing catches whatever its processes raise, but runs finalizers before
-    through `publish_error`        our launcher catches it, too
+    from sys.excepthook         the program ends with it
+    from threading.excepthook   a thread dies with it and the program goes on: peers read it if this
+                                rank is missed later
+    from a finalizer            multiprocessing catches whatever its processes raise, but runs
+                                finalizers before
+    through `publish_error`     our launcher catches it, too
     through `error_in_flight`   a group is destroyed in a `finally` while an error passes
 
-The hooks are there as long as a channel is; those that were there before are called after ours.
+The hooks are installed as long as a channel is registered; those that were there before are called
+after ours.
 """
 
 from __future__ import annotations
@@ -21,29 +25,38 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import Any, Protocol
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Protocol
 
+from paceline._interpreter import find_caller
 from paceline.errors import PacelineError, PeerLost
+
+if TYPE_CHECKING:
+    from multiprocessing.util import Finalize
 
 __all__ = [
     "FailureChannel",
     "error_in_flight",
-    "unregister_channel",
-    "previous_excepthook",
-    "register_channel",
-    "peer_failed",
-    "truncate",
-    "publish_error",
     "format_error",
+    "peer_failed",
+    "previous_excepthook",
+    "publish_error",
+    "register_channel",
+    "registered_channels",
+    "truncate",
+    "unregister_channel",
 ]
 
-# of multiprocessing's finalizers: before those that end what the text would travel through
-_FIRST = 1000
+# The priority of our finalizer among multiprocessing's: before those that close what the text is
+# carried by.
+_FINALIZER_PRIORITY = 1000
+
+_ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
+_ThreadExceptHook = Callable[[threading.ExceptHookArgs], Any]
 
 
 class FailureChannel(Protocol):
-    """Carries a text to the peers of one group."""
+    """Carries the text of an error to the peers of one group."""
 
     def publish(self, text: str, *, leaving: bool) -> None:
         """Leave a text for the peers. `leaving`: those that wait for this rank need not wait any
@@ -51,14 +64,14 @@ class FailureChannel(Protocol):
         """
 
     def lost_peer(self) -> PeerLost | None:
-        """What a peer has said that this rank does not know yet, if anything."""
+        """The failure a peer has published and this rank has not raised yet, if there is one."""
 
     def wait_for_readers(self) -> None:
         """Called when this process is about to end: the text may need it a moment longer."""
 
 
 def register_channel(channel: FailureChannel) -> None:
-    """This group's peers are to be told, too."""
+    """From now on errors are published to the peers of this group, too."""
     _hooks.install()
     _hooks.channels.add(channel)
 
@@ -70,21 +83,24 @@ def unregister_channel(channel: FailureChannel) -> None:
         _hooks.remove()
 
 
+def registered_channels() -> list[FailureChannel]:
+    """The channels of all groups of this process."""
+    return list(_hooks.channels)
+
+
 def publish_error(error: BaseException, *, leaving: bool = True) -> None:
-    """Tell all peers of an error that nobody handles. Never raises, never waits."""
-    if _is_good_end(error) or error is _hooks.told or os.getpid() != _hooks.pid:
-        return
-    if leaving:
-        _hooks.told = error
-    _say(format_error(error), leaving)
+    """Publish an error that nobody handles to all peers. Never raises, never waits."""
+    _hooks.publish_error(error, leaving)
 
 
 def error_in_flight() -> str:
-    """The error that is being handled right now, as text; empty if there is none."""
+    """The error that is being handled right now, as text; empty if there is none, or if it has been
+    published already.
+    """
     error = sys.exception()
-    return (
-        "" if error is None or _is_good_end(error) or error is _hooks.told else format_error(error)
-    )
+    if error is None or _is_success(error) or error is _hooks.published:
+        return ""
+    return format_error(error)
 
 
 def format_error(error: BaseException) -> str:
@@ -105,115 +121,123 @@ def truncate(text: str, limit_bytes: int) -> bytes:
     return data[:head] + gap + data[len(data) - (limit_bytes - head - len(gap)) :]
 
 
-def peer_failed(rank: int, pid: int, words: str, when: str) -> PeerLost:
-    """What a peer raises that has read a rank's last words."""
+def peer_failed(rank: int, pid: int, error_text: str, when: str) -> PeerLost:
+    """What a rank raises that has read the error of a peer."""
     return PeerLost(
-        f"rank {rank} (pid {pid}) failed and left the group {when}. Its error:\n{words.rstrip()}\n"
-        "This group cannot be used again",
+        f"rank {rank} (pid {pid}) failed and left the group {when}. Its error:\n"
+        f"{error_text.rstrip()}\nThis group cannot be used again",
         rank=rank,
         pid=pid,
-        traceback=words,
+        traceback=error_text,
     )
 
 
-def previous_excepthook(hook: Callable[..., Any]) -> Callable[..., Any]:
+def previous_excepthook(hook: _ExceptHook) -> _ExceptHook:
     """The excepthook that was there before ours, if `hook` is ours."""
     return _hooks.previous if hook == _hooks.on_error else hook
 
 
-def _say(text: str, leaving: bool) -> None:
-    for channel in list(_hooks.channels):
-        with contextlib.suppress(
-            Exception
-        ):  # whatever it is, it must not hide the error that is being told
-            channel.publish(text, leaving=leaving)
-
-
-def _blame_peers(error: RuntimeError) -> None:
-    """A collective of another kind of group says no more than that a connection was lost: add what
-    the peer said.
+class _FailureHooks:
+    """Our hooks in the interpreter, and the channels they publish to. Process-wide, as the
+    interpreter's hooks are.
     """
-    for channel in list(_hooks.channels):
-        with contextlib.suppress(Exception):
-            if (lost := channel.lost_peer()) is not None:
-                error.add_note(str(lost))
-                return
-
-
-def _wait_for_readers() -> None:
-    for channel in list(_hooks.channels):
-        with contextlib.suppress(Exception):
-            channel.wait_for_readers()
-
-
-def _is_good_end(error: BaseException) -> bool:
-    return isinstance(error, SystemExit) and error.code in (None, 0)
-
-
-class _Hooks:
-    """Ours among the interpreter's hooks; process-wide, as those are."""
 
     def __init__(self) -> None:
         self.channels: weakref.WeakSet[FailureChannel] = weakref.WeakSet()
-        self.told: BaseException | None = None
-        self.pid = 0
-        self.previous: Callable[..., Any] = sys.__excepthook__
-        self._previous_thread: Callable[..., Any] = threading.excepthook
-        self._finalizer: Any = None
+        self.published: BaseException | None = None  # the error this process ends with
+        self.previous: _ExceptHook = sys.__excepthook__
+        self._previous_thread: _ThreadExceptHook = threading.excepthook
+        self._pid = 0  # of the process the hooks were installed in; 0: they are not
+        self._finalizer: Finalize | None = None
 
     def install(self) -> None:
-        if self.pid == os.getpid():
+        if self._pid == os.getpid():
             return
         from multiprocessing.util import Finalize
 
-        if not self.pid:  # else: a forked child, which has inherited the hooks
+        if not self._pid:  # else: a forked child, which has inherited the hooks
             self.previous, sys.excepthook = sys.excepthook, self.on_error
             self._previous_thread, threading.excepthook = threading.excepthook, self.on_thread_error
-        self.pid = os.getpid()
+        self._pid = os.getpid()
         self.channels.clear()
-        self._finalizer = Finalize(None, self.on_end, exitpriority=_FIRST)
+        self._finalizer = Finalize(None, self.on_finalize, exitpriority=_FINALIZER_PRIORITY)
 
     def remove(self) -> None:
         """Leave everything as it was. Where others have put hooks over ours, ours stay below and do
         nothing.
         """
-        if (
-            self.pid != os.getpid()
-            or sys.excepthook != self.on_error
-            or threading.excepthook != self.on_thread_error
-        ):
+        are_on_top = (sys.excepthook, threading.excepthook) == (self.on_error, self.on_thread_error)
+        if self._pid != os.getpid() or not are_on_top:
             return
         sys.excepthook, threading.excepthook = self.previous, self._previous_thread
-        self._finalizer.cancel()
-        self.pid = 0
+        if self._finalizer is not None:
+            self._finalizer.cancel()
+        self._pid = 0
+
+    def publish_error(self, error: BaseException, leaving: bool) -> None:
+        if _is_success(error) or error is self.published or os.getpid() != self._pid:
+            return
+        if leaving:
+            self.published = error
+        self._publish(format_error(error), leaving)
+
+    def _publish(self, text: str, leaving: bool) -> None:
+        for channel in registered_channels():
+            # Whatever goes wrong, it must not hide the error that is being published.
+            with contextlib.suppress(Exception):
+                channel.publish(text, leaving=leaving)
+
+    def _add_failure_of_peer(self, error: RuntimeError) -> None:
+        """A collective of another kind of group raises no more than that a connection was lost: add
+        what the peer published.
+        """
+        for channel in registered_channels():
+            with contextlib.suppress(Exception):
+                if (lost := channel.lost_peer()) is not None:
+                    error.add_note(str(lost))
+                    return
+
+    def _wait_for_readers(self) -> None:
+        for channel in registered_channels():
+            with contextlib.suppress(Exception):
+                channel.wait_for_readers()
 
     def on_error(
-        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+        self, kind: type[BaseException], error: BaseException, tb: TracebackType | None
     ) -> None:
-        ends = _is_end_of_program()
-        if ends and isinstance(error, RuntimeError) and not isinstance(error, PacelineError):
-            _blame_peers(error)
-        publish_error(error, leaving=ends)
+        program_ends = _is_end_of_program()
+        if (
+            program_ends
+            and isinstance(error, RuntimeError)
+            and not isinstance(error, PacelineError)
+        ):
+            self._add_failure_of_peer(error)
+        self.publish_error(error, leaving=program_ends)
         try:
-            self.previous(kind, error, trace)
+            self.previous(kind, error, tb)
         finally:
-            if ends:
-                _wait_for_readers()
+            if program_ends:
+                self._wait_for_readers()
 
-    def on_thread_error(self, args: Any) -> None:
-        if args.exc_value is not None and os.getpid() == self.pid:
-            name = args.thread.name if args.thread is not None else "a thread"
-            _say(f"{name} ended of an error:\n{format_error(args.exc_value)}", leaving=False)
+    def on_thread_error(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None and os.getpid() == self._pid:
+            name = f"thread {args.thread.name}" if args.thread is not None else "a thread"
+            text = f"{name} died with an error:\n{format_error(args.exc_value)}"
+            self._publish(text, leaving=False)
         self._previous_thread(args)
 
-    def on_end(self) -> None:
+    def on_finalize(self) -> None:
         error = sys.exception()
-        if error is not None and not _is_good_end(error):
-            publish_error(error)
-            _wait_for_readers()
+        if error is not None and not _is_success(error):
+            self.publish_error(error, leaving=True)
+            self._wait_for_readers()
 
 
-_hooks = _Hooks()
+_hooks = _FailureHooks()
+
+
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in (None, 0)
 
 
 def _is_end_of_program() -> bool:
@@ -222,9 +246,5 @@ def _is_end_of_program() -> bool:
     """
     if hasattr(sys, "ps1") or threading.current_thread() is not threading.main_thread():
         return False
-    frame: FrameType | None = sys._getframe()
-    while (
-        frame is not None and frame.f_code.co_name != "<module>"
-    ):  # a program that runs has a frame of this name
-        frame = frame.f_back
-    return frame is None
+    # A program that runs has a frame of this name.
+    return find_caller("<module>") is None

@@ -4,7 +4,7 @@ environment.
 `find_rank_env` is pure: it reads the variables a launcher left in a mapping. They are looked at in
 this order, the first match wins:
 
-    RANK + WORLD_SIZE      paceline run, torchrun, Ray Train, Kubernetes' PyTorchJob, anything by hand
+    RANK + WORLD_SIZE      paceline run, torchrun, Ray Train, Kubernetes' PyTorchJob, by hand
     OMPI_COMM_WORLD_*      Open MPI's mpirun
     PMI_RANK + PMI_SIZE    MPICH, Intel MPI and other users of Hydra
     SLURM_PROCID           srun (inside a step; the batch script itself is no rank)

@@ -4,14 +4,14 @@ local one.
     import paceline
 
     def train(config):
-        paceline.init_process_group()      # inside a worker: finds its rank, meets the others
+        paceline.init_process_group()      # inside a worker: finds its rank, joins the others
         ...
         return paceline.rank()
 
     results = paceline.ray.launch(train, num_workers=4, args=({"lr": 0.1},))
 
 Needs `pip install paceline[ray]`. Workers of one node share memory, nodes are joined by Gloo or
-NCCL: that is the group's own doing, Ray only places the processes. Inside Ray Train's
+NCCL: the group does that by itself, Ray only places the processes. Inside Ray Train's
 `TorchTrainer` nothing of this is needed: Ray Train starts the ranks and the group itself, and a
 training function uses Paceline's classes there as it would torch's.
 """
@@ -48,8 +48,8 @@ def launch(
     for, else starts a local one and shuts it down afterwards. `resources_per_worker` is as in Ray:
     {"CPU": 2, "GPU": 1, ...}; default one CPU.
 
-    All workers get their place before any starts; if the cluster cannot give it within
-    `placement_timeout_s`, raises `ConfigError` with what is there and what was asked. The first
+    Resources for all workers are reserved before any starts; if the cluster has not enough within
+    `placement_timeout_s`, raises `ConfigError` with what it has and what was requested. The first
     error of a rank is raised here, the others are killed; a worker that died gives a `LaunchError`
     with its rank. Ctrl-C kills all of them.
     """
@@ -96,16 +96,17 @@ def _reserve(ray: Any, workers: int, resources: dict[str, float], timeout_s: flo
         return group
     ray.util.remove_placement_group(group)
     raise ConfigError(
-        f"the Ray cluster has no place for {workers} workers with {resources} each: it has {ray.cluster_resources()} "
-        f"in all, {ray.available_resources()} free, and {timeout_s:g} s were not enough"
+        f"the Ray cluster has no place for {workers} workers with {resources} each: it has "
+        f"{ray.cluster_resources()} in all, {ray.available_resources()} free, and none became free "
+        f"within {timeout_s:g} s"
     )
 
 
 class _Worker:
-    """One rank. The methods are called in this order, each on all workers before the next on any."""
+    """One rank. `address` is called on all workers before `run` is called on any."""
 
-    def where(self) -> tuple[str, str, int]:
-        """This node's identity and address, and a port for rank 0 to serve the meeting place."""
+    def address(self) -> tuple[str, str, int]:
+        """This node's identity and address, and a free port for rank 0 to serve the store."""
         import ray
 
         with socket.socket() as probe:
@@ -135,16 +136,16 @@ class _Worker:
 
 
 def _portable(error: BaseException) -> BaseException:
-    """The error itself if it survives pickling, else one that says the same."""
+    """The error itself if it survives pickling, else one with the same message."""
     import cloudpickle
 
     try:
         cloudpickle.loads(cloudpickle.dumps(error))
     except Exception:
-        stand_in = LaunchError(f"{type(error).__name__}: {error}")
+        replacement = LaunchError(f"{type(error).__name__}: {error}")
         for note in error.__notes__:
-            stand_in.add_note(note)
-        return stand_in
+            replacement.add_note(note)
+        return replacement
     return error
 
 
@@ -167,9 +168,9 @@ def _run(
             strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             options = {**_as_options(resources), "scheduling_strategy": strategy, "max_restarts": 0}
             actors.append(ray.remote(_Worker).options(**options).remote())
-        places = ray.get([actor.where.remote() for actor in actors])
+        addresses = ray.get([actor.address.remote() for actor in actors])
         payload = cloudpickle.dumps((fn, args, kwargs))
-        variables = [{**env, **v} for v in _variables(places)]
+        variables = [{**env, **v} for v in _variables(addresses)]
         calls = [actor.run.remote(v, payload) for actor, v in zip(actors, variables, strict=True)]
         return _collect(ray, calls)
     finally:
@@ -186,14 +187,14 @@ def _as_options(resources: dict[str, float]) -> dict[str, Any]:
     return options
 
 
-def _variables(places: Sequence[tuple[str, str, int]]) -> list[dict[str, str]]:
-    """Each rank's place, as torchrun would say it."""
-    nodes = [node for node, _, _ in places]
-    _, address, port = places[0]
+def _variables(addresses: Sequence[tuple[str, str, int]]) -> list[dict[str, str]]:
+    """Each rank's variables, as torchrun would set them."""
+    nodes = [node for node, _, _ in addresses]
+    _, address, port = addresses[0]
     return [
         {
             "RANK": str(rank),
-            "WORLD_SIZE": str(len(places)),
+            "WORLD_SIZE": str(len(addresses)),
             "LOCAL_RANK": str(nodes[:rank].count(node)),
             "LOCAL_WORLD_SIZE": str(nodes.count(node)),
             "MASTER_ADDR": address,
@@ -213,7 +214,7 @@ def _collect(ray: Any, calls: list[Any]) -> list[Any]:
     waiting = list(calls)
     while waiting:
         ready, waiting = ray.wait(waiting, num_returns=1)
-        # Others may have failed in the same moment: the earliest clock tells which was first.
+        # Others may have failed at the same moment: the clock decides which was first.
         more, waiting = (
             ray.wait(waiting, num_returns=len(waiting), timeout=0) if waiting else ([], [])
         )

@@ -1,4 +1,4 @@
-"""How a rank is struck while the others wait for it, and what the others have to say afterwards."""
+"""How a rank fails while the others wait for it, and what the others report afterwards."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Report:
 
 
 def event_file() -> pathlib.Path:
-    """Where the struck rank writes when it happened. `time.monotonic` is one clock for all
+    """Where the failing rank writes when it happened. `time.monotonic` is one clock for all
     processes.
     """
     return pathlib.Path(os.environ[RENDEZVOUS] + ".event")
@@ -74,9 +74,9 @@ def native_left_over() -> tuple[str, ...]:
     for ending threads.
     """
     deadline = time.monotonic() + 2.0
-    while (found := _mappings() + _descriptors() + _threads()) and time.monotonic() < deadline:
+    while (left := _mappings() + _descriptors() + _threads()) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return tuple(found)
+    return tuple(left)
 
 
 def _mappings() -> list[str]:
@@ -88,13 +88,13 @@ def _mappings() -> list[str]:
 
 
 def _descriptors() -> list[str]:
-    found = []
+    descriptors = []
     for entry in os.scandir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             target = os.readlink(entry.path)
             if "memfd:paceline" in target or "pidfd" in target:
-                found.append(f"descriptor {entry.name} -> {target}")
-    return found
+                descriptors.append(f"descriptor {entry.name} -> {target}")
+    return descriptors
 
 
 def _threads() -> list[str]:
@@ -111,7 +111,7 @@ def remember_threads() -> None:
 
 
 def report_of(call: Callable[[], Any]) -> Report:
-    """Make the call, which must fail, destroy the group, and say what was seen."""
+    """Make the call, which must fail, destroy the group, and report what was seen."""
     try:
         call()
     except PacelineError as error:
@@ -144,10 +144,11 @@ def strike(
     timeout: timedelta = GROUP_TIMEOUT,
     during: bool = False,
 ) -> list[Outcome]:
-    """Run `call(rank, victim)` on all ranks but the victim, which is struck while they wait for it.
+    """Run `call(rank, victim)` on all ranks but the victim, on which `fault()` is called while they
+    wait for it.
 
-    With `during` the victim makes the call too, over and over, and is struck in the middle by a
-    thread.
+    With `during` the victim makes the call too, over and over, and a thread calls `fault()` in the
+    middle.
     """
 
     def body(rank: int, world: int) -> Report | None:
@@ -169,7 +170,7 @@ def strike(
 
 def survivors(outcomes: list[Outcome], victim: int) -> dict[int, Report]:
     """The reports, after making sure that every survivor made one and left nothing behind."""
-    found = {}
+    reports = {}
     for outcome in outcomes:
         if outcome.rank == victim:
             continue
@@ -179,11 +180,11 @@ def survivors(outcomes: list[Outcome], victim: int) -> dict[int, Report]:
         assert outcome.value.left_over == (), (
             f"rank {outcome.rank} left behind {outcome.value.left_over}"
         )
-        found[outcome.rank] = outcome.value
-    return found
+        reports[outcome.rank] = outcome.value
+    return reports
 
 
-# --- calls in which a rank can wait ------------------------------------------------------------------
+# --- calls in which a rank can wait ---------------------------------------------------------------
 def _list(world: int) -> list[torch.Tensor]:
     return [torch.empty(10) for _ in range(world)]
 
@@ -218,9 +219,8 @@ def recv(rank: int, victim: int) -> None:
 
 
 def send(rank: int, victim: int) -> None:
-    dist.send(
-        torch.empty(1_000_000), dst=victim
-    )  # more than fits on the way: waits for the receiver
+    # More than the buffers hold: it waits for the receiver.
+    dist.send(torch.empty(1_000_000), dst=victim)
 
 
 def async_all_reduce(rank: int, victim: int) -> None:

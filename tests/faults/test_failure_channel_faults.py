@@ -19,9 +19,8 @@ import paceline
 from tests.harness import init_group, run_ranks
 from tests.harness.launched import launched, write_script
 
-WITHIN_S = (
-    10.0  # generous: the machine may be loaded; a bare loss of the connection would take no longer
-)
+# Generous: the machine may be loaded; a bare loss of the connection would take no longer.
+WITHIN_S = 10.0
 CULPRIT = 1
 
 
@@ -53,7 +52,7 @@ def train(rank, world, where):
     before, started = [], 0.0
     try:
         for step, x in enumerate(batches(rank, where)):
-            before, started = [one.detach().clone() for one in net.parameters()], time.monotonic()
+            before, started = [p.detach().clone() for p in net.parameters()], time.monotonic()
             loss = model(x).square().mean()
             if step == 2 and rank == CULPRIT:
                 fail_in(where)
@@ -119,7 +118,7 @@ def wait_in(rank, world, call):
 
 
 @pytest.mark.parametrize("call", ["barrier", "recv", "async", "construction"])
-def test_whoever_waits_in_another_call_of_our_group_learns_it_too(call):
+def test_ranks_that_wait_in_another_call_of_our_group_raise_it_too(call):
     outcomes = run_ranks(2, wait_in, call, timeout=60, check=False, uncaught=True)
     rank, traceback = outcomes[0].value
     assert rank == CULPRIT
@@ -136,7 +135,7 @@ def end_well(rank, world):
     return True
 
 
-def test_a_good_end_says_nothing(ranks):
+def test_a_successful_exit_publishes_nothing(ranks):
     outcomes = ranks(2, end_well)
     assert outcomes[0].value is True
     assert outcomes[CULPRIT].exitcode == 0
@@ -203,7 +202,7 @@ SCRIPT = """
 
 
 def run_script(tmp_path: pathlib.Path, backend: str, mode: str) -> str:
-    """What rank 0 prints while rank 1's program ends of an error."""
+    """What rank 0 prints while rank 1's program ends with an error."""
     script = write_script(tmp_path, SCRIPT)
     command = [sys.executable, str(script), backend, mode, str(tmp_path / "rendezvous")]
     env = {"OMP_NUM_THREADS": "1", "WORLD_SIZE": "2", "PYTHONWARNINGS": "default"}
@@ -217,14 +216,14 @@ def run_script(tmp_path: pathlib.Path, backend: str, mode: str) -> str:
 
 @pytest.mark.slow
 def test_a_program_that_a_thread_holds_back_does_not_hold_its_peers(tmp_path, backend):
-    told = run_script(tmp_path, backend, "held")
-    assert "PeerLost: rank 1" in told
-    assert "ValueError: the needle" in told
+    printed = run_script(tmp_path, backend, "held")
+    assert "PeerLost: rank 1" in printed
+    assert "ValueError: the needle" in printed
 
 
 @pytest.mark.slow
-def test_an_error_of_another_kind_of_group_carries_what_the_peer_said(tmp_path):
-    told = run_script(tmp_path, "gloo", "barrier")
-    assert "by peer" in told  # closed or reset, whichever comes first
-    assert "rank 1 (pid" in told
-    assert "ValueError: the needle" in told
+def test_an_error_of_another_kind_of_group_carries_the_error_of_the_peer(tmp_path):
+    printed = run_script(tmp_path, "gloo", "barrier")
+    assert "by peer" in printed  # closed or reset, whichever comes first
+    assert "rank 1 (pid" in printed
+    assert "ValueError: the needle" in printed

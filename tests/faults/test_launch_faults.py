@@ -45,7 +45,7 @@ def test_a_rank_that_raises_is_last_on_screen_and_the_others_stop(tmp_path):
     assert lines[-2] == "[1] ValueError: no such sample"
     assert "[1] Traceback (most recent call last):" in lines
     assert not any("paceline/launch" in line for line in lines), (
-        "frames of the launcher are no news to the user"
+        "frames of the launcher are not shown to the user"
     )
 
 
@@ -56,7 +56,7 @@ def test_the_first_in_time_is_named_although_it_ends_last(tmp_path):
         import atexit, os, signal, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if os.environ["RANK"] == "0":
-            atexit.register(time.sleep, 1.0)   # the group's clean-up, say
+            atexit.register(time.sleep, 1.0)   # for example the group's clean-up
             raise KeyError("the cause")
         time.sleep(0.3)
         raise ConnectionError("peer closed the connection")
@@ -86,7 +86,9 @@ def test_the_exit_code_is_kept(tmp_path, ending, code):
 def test_a_killed_rank_gives_128_plus_the_signal(tmp_path):
     script = write_script(
         tmp_path,
-        "import os, signal, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(60)\n",
+        "import os, signal, time\n"
+        "if os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\n"
+        "time.sleep(60)\n",
     )
     code, job = _run(script)
     assert code == 137
@@ -207,7 +209,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
 
 
 def test_interrupted_while_torch_is_being_imported(tmp_path):
-    """A slow module stands for torch: it says when its import has begun."""
+    """A slow module stands for torch: it marks when its import has begun."""
     up = tmp_path / "up"
     text = f"import pathlib, time\npathlib.Path({str(up)!r}).write_text('up')\ntime.sleep(300)"
     write_script(tmp_path, text, "slow.py")
@@ -237,7 +239,7 @@ def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.wait() == 0
         assert sorted(job.stdout.split("\n")[:2]) == ["[0] saved", "[1] saved"]
-        assert job.last_line == "paceline: stopped by SIGTERM: all ranks ended by themselves"
+        assert job.last_line == "paceline: stopped by SIGTERM: all ranks exited with status 0"
 
 
 HELLO = "import os, sys\nprint('hello', sys.stdin.read() if os.environ['RANK'] == '0' else '')\n"
@@ -292,7 +294,10 @@ def test_in_the_background_with_hangups_ignored(tmp_path):
         assert job.wait() == 0
 
 
-_IGNORING = "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv({command!r}[0], {command!r})"
+_IGNORING = (
+    "import os, signal; signal.signal(signal.SIGHUP, signal.SIG_IGN); "
+    "os.execv({command!r}[0], {command!r})"
+)
 
 
 def test_a_closed_terminal_ends_everything(tmp_path):
@@ -332,7 +337,8 @@ def test_children_that_outlive_a_successful_rank_are_ended(tmp_path):
     script = write_script(
         tmp_path,
         "import subprocess, sys\n"
-        "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'], start_new_session=True)\n",
+        "command = [sys.executable, '-c', 'import time; time.sleep(300)']\n"
+        "subprocess.Popen(command, start_new_session=True)\n",
     )
     code, _ = _run(script)
     assert code == 0

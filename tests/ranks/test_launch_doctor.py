@@ -10,8 +10,8 @@ import pytest
 from tests.harness.launched import launched
 
 TOPICS = [
-    "versions", "system", "cores", "threads", "memory", "shared memory", "native core", "backends", "accelerator",
-    "environment", "smoke test",
+    "versions", "system", "cores", "threads", "memory", "shared memory", "native core", "backends",
+    "accelerator", "environment", "smoke test",
 ]  # fmt: skip
 
 

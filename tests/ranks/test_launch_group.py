@@ -1,4 +1,4 @@
-"""`init_process_group()` in simulated environments: it finds the place, or says who or what is
+"""`init_process_group()` in simulated environments: it finds the rank, or names who or what is
 wrong.
 """
 
@@ -47,7 +47,7 @@ def _sum_of_ranks():
     return value.item()
 
 
-def _place():
+def _placement():
     here = paceline.launch.init.placement()
     return (here.source, here.rank, here.world_size, here.local_rank, here.local_world_size)
 
@@ -61,9 +61,9 @@ def test_master_address_without_local_rank(port, backend):
             {"RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         )
         paceline.init_process_group(backend)
-        total, place = _sum_of_ranks(), _place()
+        total, placement = _sum_of_ranks(), _placement()
         paceline.destroy_process_group()
-        return total, place
+        return total, placement
 
     expected = [(3.0, ("RANK and WORLD_SIZE", rank, 3, rank, 3)) for rank in range(3)]
     assert run_ranks(3, join) == expected
@@ -71,8 +71,9 @@ def test_master_address_without_local_rank(port, backend):
 
 def _slurm(rank, world, job):
     return {
-        "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_NODES": 1,
-        "SLURM_JOB_ID": job, "SLURM_STEP_ID": 0, "SLURM_STEP_NODELIST": "node7",
+        "SLURM_PROCID": rank, "SLURM_STEP_NUM_TASKS": world, "SLURM_LOCALID": rank,
+        "SLURM_STEP_NUM_NODES": 1, "SLURM_JOB_ID": job, "SLURM_STEP_ID": 0,
+        "SLURM_STEP_NODELIST": "node7",
     }  # fmt: skip
 
 
@@ -80,9 +81,9 @@ def test_slurm_on_one_node_meets_without_a_port():
     def join(rank, world, job):
         _become(_slurm(rank, world, job))
         paceline.init_process_group("gloo")
-        total, place = _sum_of_ranks(), _place()
+        total, placement = _sum_of_ranks(), _placement()
         paceline.destroy_process_group()
-        return total, place
+        return total, placement
 
     job = os.getpid()
     assert run_ranks(2, join, job) == [(1.0, ("Slurm", rank, 2, rank, 2)) for rank in range(2)]
@@ -175,14 +176,14 @@ def test_two_processes_with_one_rank_are_noticed(port, tmp_path):
 
     outcomes = run_ranks(3, join)
     assert outcomes[:2] == [(2,), (2,)]
-    assert "two processes say they are rank 1 of 3" in str(outcomes[2])
+    assert "two processes claim to be rank 1 of 3" in str(outcomes[2])
 
 
-def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
+def test_the_error_of_a_multi_host_mpirun_without_an_address_says_what_to_set():
     def join(rank, world):
         _become({
-            "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 4, "OMPI_COMM_WORLD_LOCAL_RANK": rank,
-            "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
+            "OMPI_COMM_WORLD_RANK": rank, "OMPI_COMM_WORLD_SIZE": 4,
+            "OMPI_COMM_WORLD_LOCAL_RANK": rank, "OMPI_COMM_WORLD_LOCAL_SIZE": 2,
         })  # fmt: skip
         with pytest.raises(ConfigError, match=r"rank 0 of 4 \(Open MPI\).*mpirun -x MASTER_ADDR"):
             paceline.init_process_group("gloo")
@@ -191,7 +192,7 @@ def test_a_multi_host_mpirun_without_an_address_is_told_what_to_set():
 
 
 @BACKENDS
-def test_alone_is_a_world_of_one_and_can_be_joined_again(backend):
+def test_alone_is_a_single_process_that_can_join_again(backend):
     def join(rank, world):
         import io
 
@@ -212,9 +213,9 @@ def test_alone_is_a_world_of_one_and_can_be_joined_again(backend):
         paceline.destroy_process_group()  # when there is none: nothing
         return sys.stderr.getvalue()
 
-    said = run_ranks(1, join)[0].splitlines()
-    assert len(said) == 2
-    assert f"a world of one (alone), {backend}," in said[0]
+    lines = run_ranks(1, join)[0].splitlines()
+    assert len(lines) == 2
+    assert f"single process (alone), {backend}," in lines[0]
 
 
 def test_leaving_and_joining_again_with_others(port):
@@ -259,7 +260,7 @@ def test_arguments_that_contradict_the_environment():
         with pytest.raises(ConfigError, match=r"rank=7\) contradicts .* which says rank 0 of 1"):
             paceline.init_process_group(world_size=9, rank=7)
         _become({})
-        with pytest.raises(ConfigError, match="needs both numbers and a place to meet"):
+        with pytest.raises(ConfigError, match="needs both numbers and an address to meet at"):
             paceline.init_process_group(world_size=2, rank=0)
 
     run_ranks(1, join)

@@ -11,7 +11,10 @@ nbformat = pytest.importorskip("nbformat")
 pytest.importorskip("ipykernel")
 
 CELLS = [
-    "import torch, paceline\nscale = 2.0\nclass Answer:\n    def __init__(self, value): self.value = value",
+    "import torch, paceline\n"
+    "scale = 2.0\n"
+    "class Answer:\n"
+    "    def __init__(self, value): self.value = value",
     "# using torch's threads first: forking this process would now be dangerous\n"
     "_ = torch.randn(300, 300) @ torch.randn(300, 300)\n"
     "def train(base):\n"
@@ -21,8 +24,12 @@ CELLS = [
     "    dist.all_reduce(value)\n"
     "    print('in rank', paceline.rank())\n"
     "    return Answer(scale * value.item())",
-    "answers = paceline.spawn(train, (1.0,), 2)\nprint([a.value for a in answers], type(answers[0]) is Answer)",
-    "try:\n    paceline.spawn(lambda: 1 / 0, nprocs=1)\nexcept ZeroDivisionError as e:\n    print('caught', e)",
+    "answers = paceline.spawn(train, (1.0,), 2)\n"
+    "print([a.value for a in answers], type(answers[0]) is Answer)",
+    "try:\n"
+    "    paceline.spawn(lambda: 1 / 0, nprocs=1)\n"
+    "except ZeroDivisionError as e:\n"
+    "    print('caught', e)",
     "print(paceline.init_process_group(), paceline.world_size())",
 ]
 
@@ -37,4 +44,4 @@ def test_a_notebook():
     assert "[1] in rank 1" in shown[2]
     assert "[6.0, 6.0] True" in shown[2]
     assert "caught division by zero" in shown[3]
-    assert "a world of one (alone)" in shown[4]
+    assert "single process (alone)" in shown[4]

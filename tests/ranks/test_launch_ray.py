@@ -101,13 +101,14 @@ RAY_TRAIN = """
         import torch, torch.distributed as dist
         model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(2, 1))
         model(torch.ones(3, 2)).sum().backward()
-        place = f"{dist.get_backend()} {paceline.rank()} {paceline.local_rank()} {paceline.world_size()}"
-        pathlib.Path(config["folder"], f"rank-{paceline.rank()}").write_text(place)
+        numbers = f"{paceline.rank()} {paceline.local_rank()} {paceline.world_size()}"
+        file = pathlib.Path(config["folder"], f"rank-{paceline.rank()}")
+        file.write_text(f"{dist.get_backend()} {numbers}")
 
     settings = TorchConfig(backend="paceline")
     scaling = ScalingConfig(num_workers=2)
-    options = {"torch_config": settings, "scaling_config": scaling, "train_loop_config": {"folder": sys.argv[1]}}
-    TorchTrainer(train_loop, **options).fit()
+    options = {"torch_config": settings, "scaling_config": scaling}
+    TorchTrainer(train_loop, train_loop_config={"folder": sys.argv[1]}, **options).fit()
     ray.shutdown()
 """
 

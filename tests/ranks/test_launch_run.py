@@ -39,7 +39,8 @@ LIKE_PYTHON = """
         context = multiprocessing.get_context("spawn")     # imports this file again, by its path
         queue = context.SimpleQueue()
         child = context.Process(target=work, args=(queue,)); child.start(); child.join()
-        print(sys.argv[1:], os.path.basename(sys.argv[0]), os.path.basename(sys.path[0]), helper.WORD, queue.get())
+        script, folder = os.path.basename(sys.argv[0]), os.path.basename(sys.path[0])
+        print(sys.argv[1:], script, folder, helper.WORD, queue.get())
 """
 
 
@@ -105,25 +106,43 @@ MEET = """
         paceline.init_process_group(backend)
     value = torch.tensor([dist.get_rank() + 1.0])
     dist.all_reduce(value)
-    print(value.item(), paceline.rank(), paceline.world_size(), paceline.local_rank(), torch.get_num_threads())
+    numbers = (paceline.rank(), paceline.world_size(), paceline.local_rank())
+    print(value.item(), *numbers, torch.get_num_threads())
     if backend == "stock":
         dist.destroy_process_group()
 """
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo", "stock"])
-def test_ranks_meet_and_leave_without_a_word(tmp_path, backend):
+def test_ranks_meet_and_leave_without_warnings(tmp_path, backend):
     job = _run(
         run_command(write_script(tmp_path, MEET), backend, options=(TORCH,)),
         env={"PACELINE_THREADS": "1"},
     )
     assert _by_rank(job) == ["3.0 0 2 0 1", "3.0 1 2 1 1"]
-    said = (
-        []
-        if backend == "stock"
-        else [f"[0] paceline: 2 ranks (paceline run), {backend}, 1 thread per rank"]
+    line = f"[0] paceline: 2 ranks (paceline run), {backend}, 1 thread per rank"
+    assert job.stderr.splitlines() == ([] if backend == "stock" else [line])
+
+
+def test_a_forked_child_that_exits_leaves_the_group_to_its_parent(tmp_path):
+    """The child runs the exit handlers it inherited: it must not speak for its parent."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, torch, torch.distributed as dist, paceline
+        paceline.init_process_group(quiet=True)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        value = torch.ones(1)
+        dist.all_reduce(value)
+        print(value.item(), os.path.exists(f"/proc/{child}"))
+        """,
     )
-    assert job.stderr.splitlines() == said
+    job = _run(run_command(script, options=(TORCH,)))
+    assert _by_rank(job) == ["2.0 False"] * 2
+    assert job.stderr == ""
 
 
 def test_two_jobs_at_once(tmp_path):
@@ -232,7 +251,7 @@ def test_errors_in_the_group_name_the_cause_not_the_consequence(tmp_path):
 
 
 def test_a_step_that_fails_on_one_rank_is_that_rank_s_failure(tmp_path):
-    """The others raise a StepError about it, perhaps earlier than that rank has told its own."""
+    """The others raise a StepError about it, perhaps before that rank has reported its own."""
     script = write_script(
         tmp_path,
         """
@@ -271,10 +290,12 @@ def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
 
 
 def test_the_image_is_shared_not_started_anew(tmp_path):
-    """torch is there before the first line of the script, and no rank has more than its own thread."""
+    """torch is loaded before the first line of the script, and no rank has more than one thread."""
     script = write_script(
         tmp_path,
-        "import os, sys\nprint('torch' in sys.modules, len(os.listdir('/proc/self/task')), os.getppid())\n",
+        "import os, sys\n"
+        "threads = len(os.listdir('/proc/self/task'))\n"
+        "print('torch' in sys.modules, threads, os.getppid())\n",
     )
     lines = [line.split() for line in _by_rank(_run(run_command(script, options=(TORCH,))))]
     assert [line[:2] for line in lines] == [["True", "1"]] * 2

@@ -11,7 +11,7 @@ import pytest
 
 import paceline
 from paceline.errors import ConfigError
-from tests.harness import init_group, run_ranks
+from tests.harness import free_rendezvous, init_group, run_ranks
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
 
@@ -91,6 +91,19 @@ def test_alone_no_group_is_needed_and_the_handlers_are_given_back():
         assert signal.getsignal(signal.SIGTERM) == before
 
     run_ranks(1, train)
+
+
+def test_a_listener_made_before_the_group_is_replaced_by_one_that_agrees_with_all_ranks():
+    def train(rank, world):
+        assert not paceline.save_requested()
+        paceline.init_process_group("gloo", free_rendezvous(), rank=rank, world_size=world)
+        found = _loop(rank, 300, 0.003, {(1, 30): signal.SIGUSR1})
+        paceline.destroy_process_group()
+        return found
+
+    first, second = run_ranks(2, train)
+    assert first == second
+    assert len(first) == 1
 
 
 def test_children_of_a_listening_rank_still_end_by_sigterm():

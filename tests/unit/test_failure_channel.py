@@ -1,4 +1,4 @@
-"""Which errors are told to the peers, and that hooks of others are left as they were."""
+"""Which errors are published to the peers, and that hooks of others are left as they were."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from paceline import failure_channel
 from paceline.ddp.passing_error import when_raised_in
 
 
-class FailureChannel:
-    """Remembers what was said."""
+class Channel:
+    """Remembers what was published."""
 
     def __init__(self):
-        self.said = []
-        self.lingered = 0
+        self.published = []
+        self.waits = 0
         self.peer = None
 
     def publish(self, text, *, leaving):
-        self.said.append((text, leaving))
+        self.published.append((text, leaving))
 
     def lost_peer(self):
         return self.peer
 
     def wait_for_readers(self):
-        self.lingered += 1
+        self.waits += 1
 
 
 @pytest.fixture
@@ -44,10 +44,10 @@ def called(monkeypatch):
 def channel(called):
     """A channel that is kept, as a group's is."""
     before = sys.excepthook, threading.excepthook
-    one = FailureChannel()
-    failure_channel.register_channel(one)
-    yield one
-    failure_channel.unregister_channel(one)
+    channel = Channel()
+    failure_channel.register_channel(channel)
+    yield channel
+    failure_channel.unregister_channel(channel)
     assert (sys.excepthook, threading.excepthook) == before
 
 
@@ -64,39 +64,39 @@ def raised(error):
         return type(caught), caught, caught.__traceback__
 
 
-def test_an_uncaught_error_is_told_then_printed(channel, called, at_top):
+def test_an_uncaught_error_is_published_then_printed(channel, called, at_top):
     info = raised(ValueError("the needle"))
     sys.excepthook(*info)
-    ((text, leaving),) = channel.said
+    ((text, leaving),) = channel.published
     assert leaving
     assert "ValueError: the needle" in text
     assert "in raised" in text
     assert called == [info]
-    assert channel.lingered == 1
+    assert channel.waits == 1
 
 
-def test_it_is_told_once(channel, at_top):
+def test_an_error_is_published_once(channel, at_top):
     info = raised(ValueError("the needle"))
     failure_channel.publish_error(info[1])
     sys.excepthook(*info)
-    assert len(channel.said) == 1
+    assert len(channel.published) == 1
 
 
 @pytest.mark.parametrize("code", [None, 0])
-def test_a_good_end_is_not_told(channel, code):
+def test_a_successful_exit_is_not_published(channel, code):
     failure_channel.publish_error(SystemExit(code))
-    assert channel.said == []
+    assert channel.published == []
 
 
-def test_a_bad_exit_is(channel):
+def test_a_failed_exit_is_published(channel):
     failure_channel.publish_error(SystemExit(3))
-    assert "SystemExit: 3" in channel.said[0][0]
+    assert "SystemExit: 3" in channel.published[0][0]
 
 
 def test_a_program_that_calls_the_hook_itself_goes_on(channel, called):
     sys.excepthook(*raised(ValueError("logged")))
-    assert [leaving for _, leaving in channel.said] == [False]
-    assert channel.lingered == 0
+    assert [leaving for _, leaving in channel.published] == [False]
+    assert channel.waits == 0
     assert len(called) == 1
 
 
@@ -105,27 +105,27 @@ def test_an_error_at_a_prompt_does_not_end_the_session(channel, monkeypatch):
     assert not failure_channel._is_end_of_program()
 
 
-def test_a_thread_that_ends_of_an_error_does_not_end_the_rank(channel, called):
+def test_a_thread_that_dies_does_not_end_the_rank(channel, called):
     def work():
         raise ValueError("the needle")
 
     thread = threading.Thread(target=work, name="prefetch")
     thread.start()
     thread.join()
-    ((text, leaving),) = channel.said
+    ((text, leaving),) = channel.published
     assert not leaving
-    assert text.startswith("prefetch ended of an error")
+    assert text.startswith("thread prefetch died with an error")
     assert "ValueError: the needle" in text
     assert len(called) == 1
 
 
-def test_a_voice_that_fails_hides_nothing(channel, called, at_top, monkeypatch):
+def test_a_channel_that_fails_hides_nothing(channel, called, at_top, monkeypatch):
     monkeypatch.setattr(channel, "publish", lambda *_, **__: 1 / 0)
     sys.excepthook(*raised(ValueError("the needle")))
     assert "the needle" in str(called[0][1])
 
 
-def test_a_lost_connection_is_explained_by_what_the_peer_said(channel, at_top):
+def test_a_lost_connection_is_explained_by_the_error_of_the_peer(channel, at_top):
     channel.peer = failure_channel.peer_failed(1, 77, "ValueError: the needle\n", "meanwhile")
     error = RuntimeError("Connection closed by peer")
     sys.excepthook(*raised(error))
@@ -134,24 +134,24 @@ def test_a_lost_connection_is_explained_by_what_the_peer_said(channel, at_top):
 
 
 def test_hooks_put_over_ours_stay(called):
-    one = FailureChannel()
-    failure_channel.register_channel(one)
+    first = Channel()
+    failure_channel.register_channel(first)
     ours = sys.excepthook
 
     def theirs(*args):  # as torch.distributed does
         ours(*args)
 
     sys.excepthook = theirs
-    failure_channel.unregister_channel(one)
+    failure_channel.unregister_channel(first)
     assert sys.excepthook is theirs
     theirs(*raised(ValueError("passed on")))
     assert len(called) == 1
-    assert one.said == []
+    assert first.published == []
     sys.excepthook = ours  # and a later group takes them over
-    other = FailureChannel()
-    failure_channel.register_channel(other)
+    second = Channel()
+    failure_channel.register_channel(second)
     assert sys.excepthook == ours
-    failure_channel.unregister_channel(other)
+    failure_channel.unregister_channel(second)
     assert len(called) == 1
     assert sys.excepthook != ours
 
@@ -203,5 +203,5 @@ def test_a_frame_says_when_an_error_arrives(traced):
         assert sys.gettrace() is (tracer if traced else before)
     finally:
         sys.settrace(before)
-    assert [str(one) for one in seen] == ["the needle"]
+    assert [str(error) for error in seen] == ["the needle"]
     assert seen[0].__traceback__ is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import inspect
+import subprocess
+import sys
 
 from paceline import _interpreter as interpreter
 
@@ -52,3 +54,10 @@ def test_what_is_frozen_is_not_collected():
         assert gc.get_freeze_count() > before
     finally:
         gc.unfreeze()
+
+
+def test_children_get_the_options_of_this_interpreter():
+    code = "from paceline._interpreter import interpreter_flags; print(*interpreter_flags())"
+    command = [sys.executable, "-O", "-W", "ignore", "-c", code]
+    child = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert {"-O", "-Wignore"} <= set(child.stdout.split())

@@ -14,9 +14,8 @@ from paceline.errors import ConfigError
 from paceline.launch.backend_choice import choose_backend
 from paceline.launch.messages import exit_code_for_shell
 from paceline.launch.output import Lines, Output
-from paceline.launch.placement import place_from
-from paceline.launch.rank_count import count_ranks, threads_for
-from paceline.launch.resources import cpu_quota, threads_per_rank
+from paceline.launch.placement import RankResources, placement_from
+from paceline.launch.resources import count_ranks, cpu_quota, threads_for, threads_per_rank
 from paceline.rank_env import RankEnv
 
 WORKS, MISSING = NativeStatus(True), NativeStatus(False, "cc: not found")
@@ -80,16 +79,16 @@ def test_the_quota_of_a_container(tmp_path, text, quota):
 
 def test_local_ranks_are_found_by_comparing_hosts():
     """Two hosts, ranks dealt out in turn, and nobody set LOCAL_RANK."""
-    about = [{"host": "ab"[rank % 2], "cores": [0, 1, 2, 3]} for rank in range(4)]
-    places = [place_from(RankEnv("Kubernetes", rank, 4), about, None) for rank in range(4)]
-    assert [place.local_rank for place in places] == [0, 0, 1, 1]
-    assert {(place.local_world_size, place.hosts, place.threads) for place in places} == {(2, 2, 2)}
+    resources = [RankResources("ab"[rank % 2], [0, 1, 2, 3]) for rank in range(4)]
+    placements = [placement_from(RankEnv("k8s", rank, 4), resources, None) for rank in range(4)]
+    assert [placement.local_rank for placement in placements] == [0, 0, 1, 1]
+    assert {(p.local_world_size, p.hosts, p.threads) for p in placements} == {(2, 2, 2)}
 
 
-@pytest.mark.parametrize("wish", ["0", "-1", "many", "1.5"])
-def test_a_senseless_number_of_ranks(wish):
+@pytest.mark.parametrize("requested", ["0", "-1", "many", "1.5"])
+def test_an_invalid_number_of_ranks(requested):
     with pytest.raises(ConfigError, match="number of ranks"):
-        count_ranks(wish)
+        count_ranks(requested)
 
 
 def test_threads_the_user_set_are_kept():
@@ -103,7 +102,7 @@ def test_exit_codes_are_those_of_a_shell():
     assert [exit_code_for_shell(code) for code in (0, 3, -9, -15)] == [0, 3, 137, 143]
 
 
-# -- output --------------------------------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------------
 
 
 @given(
@@ -155,13 +154,13 @@ def test_quiet_ranks_still_go_to_their_logs(tmp_path):
     )
     for rank in (0, 1):
         output.feed(rank, 1, b"line\n")
-    output.tell(1, "it failed\n")
+    output.report(1, "it failed\n")
     output.close()
     assert written == [b"[0] line\n", b"[1] it failed\n"]
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "line\nit failed\n"
 
 
-# -- the command ---------------------------------------------------------------------------------------------------
+# -- the command -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Every launcher's variables lead to the right place; half-set and contradictory ones to an error
+"""Every launcher's variables lead to the right rank; half-set and contradictory ones to an error
 that names them.
 """
 
@@ -17,8 +17,9 @@ from paceline.errors import ConfigError
 from paceline.rank_env import RankEnv, current_rank_and_world, expand_hostlist, find_rank_env
 
 TORCHRUN = {
-    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1",
-    "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4",
+    "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29400", "TORCHELASTIC_RUN_ID": "job",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
 }  # fmt: skip
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
@@ -106,9 +107,8 @@ def test_alone():
 
 def test_a_launcher_inside_a_scheduler_is_believed():
     assert find_rank_env({**SLURM, **TORCHRUN}).source == "torchrun"
-    assert (
-        find_rank_env({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2"}).rank == 1
-    )  # a wrapper script that says the same
+    # A wrapper script that sets the same.
+    assert find_rank_env({**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "2"}).rank == 1
 
 
 @pytest.mark.parametrize("kept", ["RANK", "WORLD_SIZE"])

@@ -15,7 +15,7 @@ from paceline.backend.device_backends import other_backends
 from paceline.backend.host_engine import Engine, HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status
-from paceline.core.rendezvous import exchange
+from paceline.core.store_exchange import exchange
 
 __all__ = ["create_group"]
 
@@ -40,7 +40,14 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return int(pid) if place == mine else None
 
     told = exchange(
-        store, "host", rank, range(size), f"{mine} {os.getpid()}", timeout, pid_in=pid_in
+        store,
+        "host",
+        rank,
+        range(size),
+        f"{mine} {os.getpid()}",
+        timeout,
+        pid_in=pid_in,
+        prompt=True,
     )
     places = [told[r].split()[0] for r in range(size)]
     if _NO_CORE in places:

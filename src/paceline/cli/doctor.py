@@ -1,5 +1,5 @@
-"""`paceline doctor`: what this machine and installation offer, and whether they work. Made to be
-pasted.
+"""`paceline doctor`: what this machine and installation offer, and whether they work. The output is
+meant for bug reports.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from paceline._version import __version__
 from paceline.errors import ConfigError, PacelineError
@@ -26,8 +26,8 @@ __all__ = ["add_arguments", "run"]
 _SMOKE_RANKS = 2
 _SMALL_SHM_BYTES = 64 << 20
 _VARIABLES = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS", "KUBERNETES_SERVICE_HOST", "RAY_ADDRESS",
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT",
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "KUBERNETES_SERVICE_HOST", "RAY_ADDRESS",
 )  # fmt: skip
 _PREFIXES = (
     "PACELINE_",
@@ -49,20 +49,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@dataclasses.dataclass
+_State = Literal["info", "ok", "warning", "failed"]
+
+
+@dataclasses.dataclass(frozen=True)
 class _Finding:
     """One line: a fact, or a check that passed, warns or failed."""
 
     topic: str
     value: str
-    state: str = "info"  # "info", "ok", "warning" or "failed"
-    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    state: _State = "info"
+    facts: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
 def run(options: argparse.Namespace) -> int:
     checks: list[Callable[[], _Finding]] = [
-        _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends, _accelerator,
-        _environment,
+        _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends,
+        _accelerator, _environment,
     ]  # fmt: skip
     if not options.no_smoke_test:
         checks.append(_smoke_test)
@@ -81,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _guarded(check: Callable[[], _Finding]) -> _Finding:
-    """A doctor does not faint: a check that breaks is a finding."""
+    """A check that raises is a finding, not the end of the report."""
     try:
         return check()
     except Exception as error:
@@ -141,7 +144,7 @@ def _cores() -> _Finding:
 def _threads() -> _Finding:
     import torch
 
-    from paceline.launch.rank_count import threads_for
+    from paceline.launch.resources import threads_for
 
     ranks = {n: threads_for(n) for n in (1, 2, 4)}
     value = f"torch uses {torch.get_num_threads()}; per rank: " + ", ".join(
@@ -195,10 +198,10 @@ def _backends() -> _Finding:
         "nccl": dist.is_nccl_available(),
         "mpi": dist.is_mpi_available(),
         "xccl": dist.is_xccl_available(),
-        "paceline": "PACELINE" in dist.Backend._plugins,
+        "paceline": "paceline" in dist.Backend.backend_list,
     }
     return _Finding(
-        "backends", ", ".join(name for name, there in facts.items() if there), facts=facts
+        "backends", ", ".join(name for name, available in facts.items() if available), facts=facts
     )
 
 
@@ -217,15 +220,17 @@ def _accelerator() -> _Finding:
 def _environment() -> _Finding:
     from paceline.rank_env import find_rank_env
 
-    seen = {
-        k: v for k, v in sorted(os.environ.items()) if k in _VARIABLES or k.startswith(_PREFIXES)
+    variables = {
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name in _VARIABLES or name.startswith(_PREFIXES)
     }
-    shown = "".join(f"\n{name}={value}" for name, value in seen.items())
+    shown = "".join(f"\n{name}={value}" for name, value in variables.items())
     try:
         env = find_rank_env(os.environ)
     except ConfigError as error:
-        return _Finding("environment", f"{error}{shown}", "failed", {"variables": seen})
-    facts = {"variables": seen, **dataclasses.asdict(env)}
+        return _Finding("environment", f"{error}{shown}", "failed", {"variables": variables})
+    facts = {"variables": variables, **dataclasses.asdict(env)}
     return _Finding(
         "environment", f"{env.source}: rank {env.rank} of {env.world_size}{shown}", facts=facts
     )
@@ -236,14 +241,17 @@ def _smoke_test() -> _Finding:
 
     began = time.monotonic()
     try:
-        results = spawn(_average_on_ranks, (), _SMOKE_RANKS, env=_CLEAN, quiet=True)
+        results = spawn(_average_on_ranks, (), _SMOKE_RANKS, env=_SMOKE_ENVIRON, quiet=True)
     except PacelineError as error:
         return _Finding("smoke test", f"{_SMOKE_RANKS} ranks: {error}", "failed")
     backend, values = results[0][0], [value for _, value in results]
     facts = {"backend": backend, "values": values, "seconds": round(time.monotonic() - began, 2)}
     if values != [1.5] * _SMOKE_RANKS:
         return _Finding(
-            "smoke test", f"{backend}: the average of 1 and 2 came out as {values}", "failed", facts
+            "smoke test",
+            f"{backend}: the average of 1 and 2 should be 1.5 but is {values}",
+            "failed",
+            facts,
         )
     value = (
         f"{_SMOKE_RANKS} ranks averaged a tensor over {backend}, {facts['seconds']} s with start-up"
@@ -251,8 +259,7 @@ def _smoke_test() -> _Finding:
     return _Finding("smoke test", value, "ok", facts)
 
 
-# The ranks' own place, whatever this process was started under.
-_CLEAN = {"PACELINE_QUIET": "1", "PACELINE_JOIN_TIMEOUT": "60"}
+_SMOKE_ENVIRON = {"PACELINE_QUIET": "1", "PACELINE_JOIN_TIMEOUT": "60"}
 
 
 def _average_on_ranks() -> tuple[str, float]:

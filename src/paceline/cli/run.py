@@ -11,11 +11,17 @@ import sys
 import uuid
 from collections.abc import Callable
 
+from paceline._linux import adopt_orphans
 from paceline.errors import ConfigError, describe_exit
-from paceline.launch.child_processes import adopt_orphans
-from paceline.launch.messages import PRELOAD, RendezvousConfig, Script, exit_code_for_shell
+from paceline.launch.messages import (
+    PRELOAD,
+    RendezvousConfig,
+    ReportKind,
+    Script,
+    exit_code_for_shell,
+)
 from paceline.launch.output import Output
-from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.resources import count_ranks, threads_for
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 
@@ -25,7 +31,10 @@ _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "paceline run [options] [--] train.py [arguments]\n       paceline run [options] -m module [arguments]"
+    parser.usage = (
+        "paceline run [options] [--] train.py [arguments]\n"
+        "       paceline run [options] -m module [arguments]"
+    )
     parser.add_argument(
         "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N",
         default=_torchrun("NPROC_PER_NODE", "auto"),
@@ -51,7 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--stall-after", metavar="SECONDS",
-        help="say who holds the job up when a rank waits this long; 0: never (default: PACELINE_STALL_AFTER, else 30)",
+        help="report who holds the job up when a rank waits this long; 0: never "
+        "(default: PACELINE_STALL_AFTER, else 30)",
     )  # fmt: skip
     parser.add_argument(
         "--trace", type=pathlib.Path, metavar="DIR",
@@ -59,11 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--start-method", choices=("fork", "spawn"), default="fork",
-        help="fork: from one process that has torch loaded, fast; spawn: an interpreter per rank (default: fork)",
+        help="fork: from one process that has torch loaded, fast; spawn: an interpreter per rank "
+        "(default: fork)",
     )  # fmt: skip
     parser.add_argument(
         "--preload", default=",".join(PRELOAD), metavar="MODULES",
-        help="imported once before ranks are forked; add what your script takes long to import (default: %(default)s)",
+        help="imported once before ranks are forked; add what your script takes long to import "
+        "(default: %(default)s)",
     )  # fmt: skip
     nodes = parser.add_argument_group(
         "several hosts (start the same command on each; names as in torchrun)"
@@ -80,10 +92,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node_rank",
         type=int,
         metavar="I",
-        help="this host's number, 0 serves the rendezvous place",
+        help="this host's number; 0 serves the rendezvous",
     )
     nodes.add_argument(
-        "--rdzv-endpoint", "--rdzv_endpoint", default=_torchrun("RDZV_ENDPOINT", ""), metavar="HOST:PORT",
+        "--rdzv-endpoint", "--rdzv_endpoint", default=_torchrun("RDZV_ENDPOINT", ""),
+        metavar="HOST:PORT",
         help="where the hosts meet: an address of one of them",
     )  # fmt: skip
     nodes.add_argument(
@@ -116,10 +129,10 @@ def run(options: argparse.Namespace) -> int:
     supervisor = Supervisor(plan, output)
     screen.on_broken_pipe = lambda: supervisor.ask_to_stop(signal.SIGPIPE)
     _pass_signals_to(supervisor)
-    ending = supervisor.run()
+    result = supervisor.run()
     if options.trace is not None:
         _write_timeline(options.trace, screen)
-    code = _tell(ending, plan, output, screen)
+    code = _report_result(result, plan, output, screen)
     output.close()
     return code
 
@@ -129,9 +142,9 @@ def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
     from paceline.diagnostics.report_page import write_report
 
     try:
-        screen.say(f"timeline: {write_report(directory)}")
+        screen.report(f"timeline: {write_report(directory)}")
     except ConfigError as error:
-        screen.say(f"no timeline: {error}")
+        screen.report(f"no timeline: {error}")
 
 
 def _open_closed_streams() -> None:
@@ -145,14 +158,15 @@ def _open_closed_streams() -> None:
 
 
 def _plan(options: argparse.Namespace) -> Plan:
-    words = list(options.command_line)
-    if words[:1] == ["--"]:
-        words = words[1:]
-    if not words:
+    command_line = list(options.command_line)
+    if command_line[:1] == ["--"]:
+        command_line = command_line[1:]
+    if not command_line:
         raise ConfigError(
-            "nothing to run: give a script (paceline run train.py) or a module (paceline run -m package.train)"
+            "nothing to run: give a script (paceline run train.py) or a module (paceline run -m "
+            "package.train)"
         )
-    target, *arguments = words
+    target, *arguments = command_line
     if not options.module and not os.path.exists(target):
         raise ConfigError(f"there is no file {target!r} in {os.getcwd()}")
     # As python does: the script's own directory, or with -m the current one, comes first.
@@ -196,7 +210,8 @@ def _rendezvous_config(options: argparse.Namespace) -> RendezvousConfig:
         return RendezvousConfig()
     if not options.rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts"
+            f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the "
+            "hosts"
         )
     node_rank = options.node_rank
     if node_rank is None and (text := os.environ.get("PET_NODE_RANK")):
@@ -228,66 +243,67 @@ class _Screen:
             try:
                 data = data[os.write(stream, data) :]
             except OSError as error:
-                self._gone.add(stream)  # the terminal was closed, or `| head` has seen enough
+                # The terminal was closed, or `| head` has read enough.
+                self._gone.add(stream)
                 if error.errno == errno.EPIPE and stream == 1:
                     self.on_broken_pipe()
 
-    def say(self, text: str) -> None:
+    def report(self, text: str) -> None:
         self.write(2, f"paceline: {text}\n".encode(errors="replace"))
 
 
-# -- how it ended --------------------------------------------------------------------------------------------------
+# -- how it ended ----------------------------------------------------------------------------------
 
 
-def _tell(ending: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
-    """The last words: later failures in a line each, the first in full, one sentence. Returns the
-    exit code.
+def _report_result(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+    """How the job ended: later failures in a line each, the first in full, then one sentence about
+    it. Returns the exit code.
     """
-    if ending.stopped_by is not None:
-        return _tell_stopped(ending, screen)
-    if ending.failures:
-        return _tell_failure(ending, plan, output, screen)
-    if ending.unable is not None:
-        screen.say(ending.unable.reason)
-        return exit_code_for_shell(ending.unable.exitcode)
+    if result.stopped_by is not None:
+        return _report_stop(result, screen)
+    if result.failures:
+        return _report_failure(result, plan, output, screen)
+    if result.start_failure is not None:
+        screen.report(result.start_failure.reason)
+        return exit_code_for_shell(result.start_failure.exitcode)
     return 0
 
 
-def _tell_stopped(ending: JobResult, screen: _Screen) -> int:
-    number = ending.stopped_by or 0
+def _report_stop(result: JobResult, screen: _Screen) -> int:
+    number = result.stopped_by or 0
     if number == signal.SIGPIPE:
         return exit_code_for_shell(-signal.SIGPIPE)
-    for rank, report in enumerate(ending.reports):
-        if report is not None and report.kind == "interrupt" and report.text:
-            screen.say(f"rank {ending.first_rank + rank} was interrupted at {report.text}")
+    for rank, report in enumerate(result.reports):
+        if report is not None and report.kind is ReportKind.INTERRUPT and report.text:
+            screen.report(f"rank {result.first_rank + rank} was interrupted at {report.text}")
     name = signal.Signals(number).name
-    if number != signal.SIGINT and not ending.failures and _all_ended_well(ending):
-        screen.say(f"stopped by {name}: all ranks ended by themselves")
+    if number != signal.SIGINT and not result.failures and _all_succeeded(result):
+        screen.report(f"stopped by {name}: all ranks exited with status 0")
         return 0
-    screen.say(f"stopped by {name}")
+    screen.report(f"stopped by {name}")
     return exit_code_for_shell(-number)
 
 
-def _all_ended_well(ending: JobResult) -> bool:
-    return len(ending.clean) == len(ending.reports)
+def _all_succeeded(result: JobResult) -> bool:
+    return len(result.succeeded) == len(result.reports)
 
 
-def _tell_failure(ending: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
-    first, *later = ending.failures
+def _report_failure(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+    first, *later = result.failures
     for other in reversed(later):
-        screen.say(f"{_name(other, ending)} failed later: {_reason(other)}")
+        screen.report(f"{_name(other, result)} failed later: {_reason(other)}")
     if first.report is not None and first.report.text:
-        output.tell(first.rank, first.report.text)
+        output.report(first.rank, first.report.text)
     elif output.tails[first.rank] and plan.ranks > 1:
-        output.tell(first.rank, "\n".join(["its last lines:", *output.tails[first.rank]]))
+        output.report(first.rank, "\n".join(["its last lines:", *output.tails[first.rank]]))
     others = plan.ranks - 1
-    end = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
-    screen.say(f"{_name(first, ending)} failed first: {_reason(first)}{end}")
+    stopped = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
+    screen.report(f"{_name(first, result)} failed first: {_reason(first)}{stopped}")
     return exit_code_for_shell(1 if first.exitcode is None else first.exitcode or 1)
 
 
-def _name(failure: Failure, ending: JobResult) -> str:
-    return f"rank {ending.first_rank + failure.rank} (pid {ending.pids.get(failure.rank)})"
+def _name(failure: Failure, result: JobResult) -> str:
+    return f"rank {result.first_rank + failure.rank} (pid {result.pids.get(failure.rank)})"
 
 
 def _reason(failure: Failure) -> str:

@@ -16,7 +16,8 @@ from datetime import timedelta
 from paceline._linux import PidWatch, exit_code_of, is_running
 from paceline.core import abi
 from paceline.core.abi import ANY_SOURCE, ERROR_TEXT_BYTES, Kind, Message, Request, Status
-from paceline.core.rendezvous import Store, exchange, shared_descriptor
+from paceline.core.rendezvous import shared_descriptor
+from paceline.core.store_exchange import Store, exchange
 from paceline.errors import (
     CollectiveTimeout,
     ConfigError,
@@ -141,7 +142,9 @@ class Communicator:
                 f"{size} ranks on one host; shared memory serves at most {abi.MAX_RANKS}"
             )
         if pids is None:
-            told = exchange(store, "pids", rank, ranks, str(os.getpid()), timeout, pid_in=int)
+            told = exchange(
+                store, "pids", rank, ranks, str(os.getpid()), timeout, pid_in=int, prompt=True
+            )
             pids = {other: int(pid) for other, pid in told.items()}
         config = _config(size, slot_bytes, timeout, spin_ns)
 

@@ -1,1 +1,18 @@
-"""To come."""
+"""Starting ranks and joining them to a group.
+
+init              init_process_group() and the questions a script asks about its rank
+process_context   what a process holds while it is a member of a group
+placement         agrees with all ranks on who is where
+store             opens the store through which ranks meet
+backend_choice    which backend for which device
+resources         cores, accelerators, threads per rank
+
+supervisor        the launcher's side of a job: `paceline run` and `paceline.spawn` use it
+fork_server       loads torch once and forks the ranks
+rank_main         what a rank runs
+messages          between these three
+output            the ranks' output on the screen
+spawn             paceline.spawn()
+
+save_request      save_requested(), and save_listener, which does the work
+"""

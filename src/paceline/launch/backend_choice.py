@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from paceline.core import NativeStatus
 from paceline.errors import ConfigError
 
-__all__ = ["Choice", "choose_backend", "accelerator_backend"]
+__all__ = ["BackendChoice", "choose_backend", "accelerator_backend"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Choice:
-    """A backend string for torch.distributed, and what to say about it."""
+class BackendChoice:
+    """A backend string for torch.distributed, and a note on it for the user."""
 
     backend: str
     note: str = ""
@@ -27,22 +27,23 @@ def choose_backend(
     environ: Mapping[str, str],
     native: NativeStatus,
     accelerator: tuple[str, str] | None,
-) -> Choice:
-    """The caller's wish, else PACELINE_BACKEND, else the fastest that works here.
+) -> BackendChoice:
+    """What the caller requested, else PACELINE_BACKEND, else the fastest that works here.
 
     `accelerator` is a device type and its backend, such as ("cuda", "nccl").
     """
     if requested is not None:
-        return Choice(requested)
-    if wish := environ.get("PACELINE_BACKEND"):
-        if wish == "paceline" and not native.available:
+        return BackendChoice(requested)
+    if name := environ.get("PACELINE_BACKEND"):
+        if name == "paceline" and not native.available:
             raise ConfigError(
-                f"PACELINE_BACKEND=paceline, but {native.reason}; unset it to use gloo, or see `paceline doctor`"
+                f"PACELINE_BACKEND=paceline, but {native.reason}; unset it to use gloo, or see "
+                "`paceline doctor`"
             )
-        return Choice(_join(wish, accelerator), "chosen by PACELINE_BACKEND")
+        return BackendChoice(_join(name, accelerator), "chosen by PACELINE_BACKEND")
     if native.available:
-        return Choice(_join("paceline", accelerator))
-    return Choice(_join("gloo", accelerator), f"slower than shared memory: {native.reason}")
+        return BackendChoice(_join("paceline", accelerator))
+    return BackendChoice(_join("gloo", accelerator), f"slower than shared memory: {native.reason}")
 
 
 def _join(cpu: str, accelerator: tuple[str, str] | None) -> str:

@@ -1,14 +1,15 @@
-"""The fork server: imports torch once, forks the ranks from that warm image, then looks after them.
+"""The fork server: imports torch once, forks the ranks from that warm image, then supervises them.
 
-    launcher (light, owns the screen)  --control-->  fork server (torch loaded)  --fork-->  rank 0, rank 1, ...
+    launcher  --control connection-->  fork server  --fork-->  rank 0, rank 1, ...
+    (no torch, owns the screen)        (torch loaded)
 
 Launcher and fork server guard each other. Both adopt orphans, so what a rank leaves behind comes to
 the fork server, and if that is killed, to the launcher: whichever survives ends every descendant.
 Should both be killed at once, the kernel ends the ranks (they asked for it with PR_SET_PDEATHSIG).
 
-Ranks are forked before anything starts a thread here - the store's server does - and wait for word
-to begin. Importing torch alone starts no thread that matters: OpenBLAS stops and restarts its own
-around a fork.
+Ranks are forked before anything starts a thread here - the store's server does - and wait until
+they are sent their role. Importing torch alone starts no thread that matters: OpenBLAS stops and
+restarts its own around a fork.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import gc
 import importlib
 import os
 import selectors
@@ -25,26 +25,29 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from paceline._interpreter import freeze_garbage, interpreter_flags, without_collecting
+from paceline._linux import adopt_orphans, die_with_parent, end_descendants, outlive_parent
+from paceline.errors import describe_exit
 from paceline.launch import rank_main
-from paceline.launch.child_processes import (
-    adopt_orphans,
-    die_with_parent,
-    end_descendants,
-    outlive_parent,
-)
 from paceline.launch.messages import (
     Job,
     JobPlaced,
     RankEnd,
     RendezvousConfig,
+    ServerMessage,
     Signal,
     Started,
     StartFailure,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.rendezvous import RendezvousHandler
+
+    from paceline._torch_internals import Store
 
 __all__ = ["main"]
 
@@ -55,8 +58,8 @@ _LEFTOVERS_TERM_S = 2.0
 
 
 def main(control_fd: int) -> int:
-    """Serve one job. Returns twice, like fork: in this process when the job is over, in each rank
-    with its code.
+    """Serve one job. Returns more than once, like fork: in this process when the job is over, in
+    each rank with its exit code.
     """
     control = Connection(control_fd)
     os.set_inheritable(control_fd, False)
@@ -67,16 +70,17 @@ def main(control_fd: int) -> int:
     for descriptor in _inherited(job):
         os.set_inheritable(descriptor, False)
     os.environ.update(job.environ)
-    os.environ["OMP_NUM_THREADS"] = str(
-        job.threads
-    )  # OpenMP and OpenBLAS read it once, when torch loads them
+    # OpenMP and OpenBLAS read it once, when torch loads them.
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
     try:
         _preload(job)
     except Exception:
-        return _give_up(control, f"the fork server could not load torch:\n{traceback.format_exc()}")
+        reason = f"the fork server could not load torch:\n{traceback.format_exc()}"
+        _report_failure(control, reason)
+        return 1
     started = _start_ranks(job, control)
     if isinstance(started, _ThisRank):
-        return rank_main.run(started.go_fd, started.report_fd)
+        return rank_main.run(started.role_fd, started.report_fd)
     return _Server(job, control, started).serve()
 
 
@@ -89,59 +93,57 @@ def _inherited(job: Job) -> Iterable[int]:
 
 def _preload(job: Job) -> None:
     if job.start_method == "fork":
-        # imports make much and drop little: collecting meanwhile costs a tenth of the time
-        gc.disable()
-        for name in job.preload:
-            importlib.import_module(name)
-        gc.freeze()  # the collector would touch, and so copy, every page of the image in every rank
-        gc.enable()
+        # Imports make much and drop little: collecting meanwhile costs a tenth of the time.
+        with without_collecting():
+            for name in job.preload:
+                importlib.import_module(name)
+            freeze_garbage()
 
 
-def _give_up(control: Connection, reason: str) -> int:
+def _report_failure(control: Connection, reason: str) -> None:
     with contextlib.suppress(OSError):
         control.send(StartFailure(reason))
-    return 1
 
 
 @dataclasses.dataclass(frozen=True)
 class _ThisRank:
     """What `_start_ranks` returns in a rank."""
 
-    go_fd: int
+    role_fd: int
     report_fd: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class _Child:
     """What `_start_ranks` returns, for each rank, in the server."""
 
     pid: int
-    go_fd: int
+    role_fd: int
 
 
 def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
     server = os.getpid()
     children: list[_Child] = []
     for rank in range(job.ranks):
-        go_read, go_write = os.pipe()
+        role_read, role_write = os.pipe()
         pid = os.fork()
         if pid == 0:
             die_with_parent(server)
             os.setpgid(0, 0)
             control.close()
             for child in children:
-                os.close(child.go_fd)
-            os.close(go_write)
-            return _become_rank(job, rank, go_read)
-        os.close(go_read)
-        children.append(_Child(pid, go_write))
+                os.close(child.role_fd)
+            os.close(role_write)
+            return _become_rank(job, rank, role_read)
+        os.close(role_read)
+        children.append(_Child(pid, role_write))
     for pipes in job.pipes:
         for descriptor in pipes.all():
             os.close(descriptor)
     return children
 
 
-def _become_rank(job: Job, rank: int, go_fd: int) -> _ThisRank:
+def _become_rank(job: Job, rank: int, role_fd: int) -> _ThisRank:
     mine = job.pipes[rank]
     os.dup2(mine.stdout, 1)
     os.dup2(mine.stderr, 2)
@@ -153,24 +155,25 @@ def _become_rank(job: Job, rank: int, go_fd: int) -> _ThisRank:
         if descriptor != mine.report:
             os.close(descriptor)
     if job.start_method == "spawn":
-        _exec_rank(job, go_fd, mine.report)
-    return _ThisRank(go_fd, mine.report)
+        _exec_rank(job, role_fd, mine.report)
+    return _ThisRank(role_fd, mine.report)
 
 
-def _exec_rank(job: Job, go_fd: int, report_fd: int) -> None:
-    from subprocess import _args_from_interpreter_flags  # type: ignore[attr-defined]  # what multiprocessing uses, too
-
-    for descriptor in (go_fd, report_fd):
+def _exec_rank(job: Job, role_fd: int, report_fd: int) -> None:
+    for descriptor in (role_fd, report_fd):
         os.set_inheritable(descriptor, True)
     code = (
-        f"import sys; sys.path[:] = {list(job.path)!r}; from paceline.launch.rank_main import main; "
-        f"sys.exit(main({go_fd}, {report_fd}))"
+        f"import sys; sys.path[:] = {list(job.path)!r}; "
+        "from paceline.launch.rank_main import main; "
+        f"sys.exit(main({role_fd}, {report_fd}))"
     )
-    os.execv(sys.executable, [sys.executable, *_args_from_interpreter_flags(), "-c", code])
+    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", code])
 
 
 class _Server:
-    """After the fork: opens the rendezvous, says go, passes signals on, reports ends."""
+    """After the fork: meets the other nodes, sends every rank its role, passes signals on, reports
+    how ranks end.
+    """
 
     def __init__(self, job: Job, control: Connection, children: list[_Child]) -> None:
         self._job = job
@@ -178,43 +181,32 @@ class _Server:
         self._children = children
         self._running = {child.pid: rank for rank, child in enumerate(children)}
         self._failed = False
-        self._nodes: _Nodes | None = None
 
     def serve(self) -> int:
-        outlive_parent()  # from here on a killed launcher is noticed as the end of the control pipe
-        wake, written = self._wake_on_child_exit()
-        try:
-            self._control.send(
-                [Started(rank, child.pid) for rank, child in enumerate(self._children)]
-            )
-            self._nodes = _Nodes(self._job)
-            self._go()
-            self._loop(wake)
-        except (BrokenPipeError, ConnectionResetError):
-            self._end_everything()  # the launcher is gone
-        except Exception as error:
-            _give_up(self._control, f"{type(error).__name__}: {error}")
-            self._end_everything()
-        end_descendants(os.getpid(), wait_s=_LEFTOVERS_WAIT_S, term_s=_LEFTOVERS_TERM_S)
-        if self._nodes is not None:
-            self._nodes.leave(self._failed)
-        signal.set_wakeup_fd(-1)
-        wake.close()
-        written.close()
+        outlive_parent()  # from here on a killed launcher is noticed as the end of the connection
+        with contextlib.ExitStack() as stack:
+            wake = stack.enter_context(_wake_on_child_exit())
+            try:
+                self._send(Started(tuple(child.pid for child in self._children)))
+                nodes = _Nodes(self._job)
+                stack.callback(lambda: nodes.leave(self._failed))
+                self._send_roles(nodes)
+                self._loop(wake, nodes)
+            except (BrokenPipeError, ConnectionResetError):
+                # The launcher is gone.
+                self._kill_ranks()
+            except Exception as error:
+                _report_failure(self._control, f"{type(error).__name__}: {error}")
+                self._kill_ranks()
+            end_descendants(os.getpid(), wait_s=_LEFTOVERS_WAIT_S, term_s=_LEFTOVERS_TERM_S)
         return 0
 
-    def _wake_on_child_exit(self) -> tuple[socket.socket, socket.socket]:
-        wake, written = socket.socketpair()
-        for end in (wake, written):
-            end.setblocking(False)
-        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        return wake, written
+    def _send(self, message: ServerMessage) -> None:
+        self._control.send(message)
 
-    def _go(self) -> None:
-        assert self._nodes is not None
-        nodes, job = self._nodes, self._job
-        self._control.send(JobPlaced(nodes.first_rank, nodes.world_size))
+    def _send_roles(self, nodes: _Nodes) -> None:
+        job = self._job
+        self._send(JobPlaced(nodes.first_rank, nodes.world_size))
         for local, child in enumerate(self._children):
             variables = {
                 "RANK": str(nodes.first_rank + local),
@@ -231,34 +223,33 @@ class _Server:
                 "OMP_NUM_THREADS": str(job.threads),
             }
             with contextlib.suppress(BrokenPipeError):  # it was killed before it began
-                rank_main.send_frame(child.go_fd, rank_main.Role(job.work, variables))
-            os.close(child.go_fd)
+                rank_main.send_frame(child.role_fd, rank_main.Role(job.work, variables))
+            os.close(child.role_fd)
 
-    def _loop(self, wake: socket.socket) -> None:
+    def _loop(self, wake: socket.socket, nodes: _Nodes) -> None:
         selector = selectors.DefaultSelector()
         selector.register(self._control, selectors.EVENT_READ)
         selector.register(wake, selectors.EVENT_READ)
         pause = _PEER_POLL_S if self._job.rendezvous.nodes > 1 else None
-        assert self._nodes is not None
-        listen_socket = self._nodes.listen_socket
+        listen_socket = nodes.listen_socket
         if listen_socket is not None:
             selector.register(listen_socket, selectors.EVENT_READ)
-        self._reap()  # who ended before the handler was there
+        self._reap(nodes)  # those that ended before the handler was there
         while self._running:
             for key, _ in selector.select(pause):
                 if key.fileobj is wake:
                     wake.recv(4096)
                 elif key.fileobj is listen_socket:
                     selector.unregister(listen_socket)
-                    self._nodes.open_store()
+                    nodes.open_store()
                 else:
-                    self._obey()
-            self._reap()
-            if pause is not None and (reason := self._nodes.failure_elsewhere()):
-                self._control.send(StartFailure(reason))
+                    self._follow_order()
+            self._reap(nodes)
+            if pause is not None and (reason := nodes.failure_elsewhere()):
+                self._send(StartFailure(reason))
                 pause = None
 
-    def _obey(self) -> None:
+    def _follow_order(self) -> None:
         try:
             order = self._control.recv()
         except EOFError:
@@ -268,37 +259,50 @@ class _Server:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, order.number)
 
-    def _reap(self) -> None:
+    def _reap(self, nodes: _Nodes) -> None:
         with contextlib.suppress(ChildProcessError):
-            while (found := os.waitpid(-1, os.WNOHANG))[0]:
-                pid, status = found
+            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                pid, status = ended
                 rank = self._running.pop(pid, None)
                 if rank is None:
-                    continue  # an orphan of a rank's
+                    continue  # an orphan that a rank left behind
                 code = os.waitstatus_to_exitcode(status)
                 if code != 0 and not self._failed:
                     self._failed = True
-                    if self._nodes is not None:
-                        self._nodes.tell_failure(rank, code)
-                self._control.send(RankEnd(rank, code, time.monotonic()))
+                    nodes.publish_failure(rank, code)
+                self._send(RankEnd(rank, code, time.monotonic()))
 
-    def _end_everything(self) -> None:
-        """Ranks first, so that servants which tidy up after their master get to do so."""
+    def _kill_ranks(self) -> None:
+        """Ranks first, so that helpers which clean up after their parent get to do so."""
         self._failed = True
         for pid in list(self._running):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
 
+@contextlib.contextmanager
+def _wake_on_child_exit() -> Iterator[socket.socket]:
+    """A socket that becomes readable when a child has ended."""
+    wake, written = socket.socketpair()
+    with wake, written:
+        wake.setblocking(False)
+        written.setblocking(False)
+        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        yield wake
+        signal.set_wakeup_fd(-1)
+
+
 class _Nodes:
-    """The rendezvous of all nodes' fork servers, which is also the store of the ranks."""
+    """The rendezvous of all nodes' fork servers, whose store is also the ranks' store."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
-        self._store: Any = None
+        self._store: Store | None = None
+        self._handler: RendezvousHandler | None = None
         self.listen_socket: socket.socket | None = None
         if job.rendezvous.nodes == 1:
-            # The port is open already: whoever knocks before the store is served waits in the
+            # The port is open already: whoever connects before the store is served waits in the
             # queue.
             self.listen_socket = socket.socket(fileno=job.rendezvous.listen_fd)
             self.address, self.port = self.listen_socket.getsockname()[:2]
@@ -307,17 +311,16 @@ class _Nodes:
             self._meet(job.rendezvous)
 
     def open_store(self) -> None:
-        """A rank knocked: serve the store on the port. A job that never does needs no torch here."""
-        from torch._C._distributed_c10d import TCPStore
+        """A rank connects: serve the store. A job without groups needs no torch here."""
+        from paceline._torch_internals import TCPStore
 
         assert self.listen_socket is not None
-        listen_socket = self.listen_socket.detach()
         self._store = TCPStore(
             self.address,
             self.port,
             is_master=True,
             wait_for_workers=False,
-            master_listen_fd=listen_socket,
+            master_listen_fd=self.listen_socket.detach(),
         )
 
     def _meet(self, config: RendezvousConfig) -> None:
@@ -329,11 +332,9 @@ class _Nodes:
         from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
         static = config.node_rank is not None
-        options: dict[str, Any] = {
-            "timeout": int(config.timeout_s),
-            "join_timeout": int(config.timeout_s),
-        }
-        if static:
+        limit = int(config.timeout_s)
+        options: dict[str, Any] = {"timeout": limit, "join_timeout": limit}
+        if config.node_rank is not None:
             options["rank"] = config.node_rank
         handler = get_rendezvous_handler(
             RendezvousParameters(
@@ -349,30 +350,34 @@ class _Nodes:
         self._handler = handler  # its store's server lives as long as it does
         self.node = info.rank
         self._store = info.store
-        counts = self._everyones_ranks()
+        counts = self._ranks_of_nodes(info.store)
         self.first_rank, self.world_size = sum(counts[: self.node]), sum(counts)
         # Both kinds serve their store at the endpoint itself: the ranks use the same one.
         self.address, self.port = parse_rendezvous_endpoint(
             config.endpoint, default_port=_ELASTIC_PORT
         )
 
-    def _everyones_ranks(self) -> list[int]:
-        self._store.set(f"paceline/ranks/{self.node}", str(self._job.ranks))
+    def _ranks_of_nodes(self, store: Store) -> list[int]:
+        """How many ranks each node has."""
+        store.set(f"paceline/ranks/{self.node}", str(self._job.ranks))
         limit = datetime.timedelta(seconds=self._job.rendezvous.timeout_s)
         keys = [f"paceline/ranks/{node}" for node in range(self._job.rendezvous.nodes)]
-        self._store.wait(keys, limit)
-        return [int(self._store.get(key)) for key in keys]
+        store.wait(keys, limit)
+        return [int(store.get(key)) for key in keys]
 
-    def tell_failure(self, rank: int, code: int) -> None:
-        if self._job.rendezvous.nodes > 1:
-            with contextlib.suppress(
-                Exception
-            ):  # the node that serves the store may be the one that died
-                self._store.set(
-                    "paceline/failed", f"rank {self.first_rank + rank} on node {self.node}: {code}"
-                )
+    def publish_failure(self, rank: int, code: int) -> None:
+        """Let the other nodes know that a rank of this one failed."""
+        if self._job.rendezvous.nodes == 1 or self._store is None:
+            return
+        # The node that serves the store may be the one that died.
+        with contextlib.suppress(Exception):
+            text = f"rank {self.first_rank + rank} on node {self.node}: {describe_exit(code)}"
+            self._store.set("paceline/failed", text)
 
     def failure_elsewhere(self) -> str | None:
+        """What another node published, or that the store went with the node that served it."""
+        if self._store is None:
+            return None
         try:
             if self._store.check(["paceline/failed"]):
                 text = self._store.get("paceline/failed").decode()
@@ -387,7 +392,7 @@ class _Nodes:
         """
         if self.listen_socket is not None:
             self.listen_socket.close()
-        if self._job.rendezvous.nodes == 1 or failed:
+        if self._job.rendezvous.nodes == 1 or failed or self._store is None:
             return
         with contextlib.suppress(Exception):
             self._store.set(f"paceline/left/{self.node}", "1")

@@ -1,8 +1,15 @@
-"""What the launcher and its fork server tell each other: the job, and how each rank ended."""
+"""The messages between the launcher, its fork server and the ranks.
+
+launcher -> fork server   Job, then Signals
+fork server -> launcher   Started, JobPlaced, a RankEnd for each rank; StartFailure instead or
+                          in between
+rank -> launcher          a Report, over a pipe of its own
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Mapping
 
 __all__ = [
@@ -11,12 +18,14 @@ __all__ = [
     "RendezvousConfig",
     "RankPipes",
     "Job",
+    "ReportKind",
     "Report",
     "RankEnd",
     "Started",
     "Signal",
     "JobPlaced",
     "StartFailure",
+    "ServerMessage",
     "exit_code_for_shell",
     "PRELOAD",
 ]
@@ -83,13 +92,22 @@ class Job:
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
+class ReportKind(enum.Enum):
+    """What a rank reports."""
+
+    RESULT = enum.auto()
+    ERROR = enum.auto()
+    EXIT = enum.auto()  # sys.exit with a status other than 0
+    INTERRUPT = enum.auto()
+
+
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What a rank says before it ends: a result, or the error that ends it. Times are
+    """What a rank reports before it ends: a result, or the error that ends it. Times are
     `time.monotonic`.
     """
 
-    kind: str  # "result", "error", "exit" or "interrupt"
+    kind: ReportKind
     when: float
     text: str = ""  # the traceback, or where it was interrupted
     summary: str = ""  # the last line of it
@@ -99,15 +117,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """From the fork server: a rank has its process."""
+    """From the fork server: every rank has its process."""
 
-    rank: int
-    pid: int
+    pids: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class JobPlaced:
-    """From the fork server: all nodes met, ranks begin."""
+    """From the fork server: all nodes met, and ranks know their number."""
 
     first_rank: int
     world_size: int
@@ -138,6 +155,9 @@ class Signal:
 
     number: int
     skip: int | None = None
+
+
+ServerMessage = Started | JobPlaced | RankEnd | StartFailure
 
 
 def exit_code_for_shell(exitcode: int) -> int:

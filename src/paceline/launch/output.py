@@ -1,4 +1,4 @@
-"""Brings the ranks' output to the screen: whole lines, each with its rank, and a copy per rank in a
+"""Shows the ranks' output: whole lines, each with its rank before it, and a copy per rank in a
 directory.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 __all__ = ["Lines", "Output", "TAIL_LINES"]
 
 TAIL_LINES = 30
-_COLOURS = (36, 33, 32, 35, 34, 31)  # by rank, round and round
+_COLOURS = (36, 33, 32, 35, 34, 31)  # of ranks, repeated as needed
 _LONGEST_LINE = 1 << 20
 
 
@@ -60,7 +60,7 @@ class Output:
     ) -> None:
         self._write = write
         self._shown = shown
-        self.first_rank = first_rank
+        self._first_rank = first_rank
         self._width = len(str(first_rank + ranks - 1))
         self._colour = colour
         self._lines = {(rank, stream): Lines() for rank in range(ranks) for stream in (1, 2)}
@@ -80,17 +80,22 @@ class Output:
         for stream in (1, 2):
             self._emit(rank, stream, self._lines[rank, stream].end())
 
-    def tell(self, rank: int, text: str) -> None:
+    def number_ranks_from(self, first_rank: int) -> None:
+        """Local rank 0 turned out to be this one of the job."""
+        self._first_rank = first_rank
+
+    def report(self, rank: int, text: str) -> None:
         """Lines of the launcher's own about a rank, in its log as well."""
         self._emit(rank, 2, text.encode(errors="replace").splitlines(), always=True)
         if self._logs:
             _write_all(self._logs[rank], text.encode(errors="replace"))
 
-    def tell_all(self, text: str) -> None:
+    def report_job(self, text: str) -> None:
         """Lines of the launcher's own about the whole job."""
         self._write(2, f"{text}\n".encode(errors="replace"))
 
     def close(self) -> None:
+        """Close the log files."""
         for log in self._logs:
             os.close(log)
         self._logs = []
@@ -105,18 +110,17 @@ class Output:
             self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
 
     def _prefix(self, rank: int) -> bytes:
-        number = self.first_rank + rank
+        number = self._first_rank + rank
         text = f"[{number:>{self._width}}]"
         if self._colour:
             text = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
         return f"{text} ".encode()
 
 
-def _open_log(folder: pathlib.Path, rank: int) -> int:
-    folder.mkdir(parents=True, exist_ok=True)
-    return os.open(
-        folder / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644
-    )
+def _open_log(directory: pathlib.Path, rank: int) -> int:
+    directory.mkdir(parents=True, exist_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    return os.open(directory / f"rank-{rank}.log", flags, 0o644)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

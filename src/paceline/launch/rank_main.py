@@ -1,11 +1,12 @@
 """What a rank runs: the user's script as `__main__`, or a function of `paceline.spawn` - and how
-its end is told.
+its end is reported.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import faulthandler
+import io
 import os
 import pickle
 import random
@@ -15,48 +16,54 @@ import time
 import traceback
 from collections.abc import Mapping
 from types import ModuleType, TracebackType
-from typing import Any
 
 from paceline.diagnostics import session
 from paceline.errors import PeerLost, StepError
 from paceline.failure_channel import previous_excepthook, publish_error
-from paceline.launch.messages import Function, Report, Script
+from paceline.launch.messages import Function, Report, ReportKind, Script
+from paceline.rank_env import find_rank_env
 
-__all__ = ["Role", "run", "main", "send_frame", "receive_frame"]
+__all__ = ["Role", "main", "run", "send_frame"]
 
-_HERE = os.path.dirname(__file__)
+_PACKAGE = os.path.dirname(__file__)
 
 
 @dataclasses.dataclass(frozen=True)
 class Role:
-    """What a rank is told when it may start."""
+    """What a rank is sent when it may start."""
 
     work: Script | Function
     variables: Mapping[str, str]
 
 
-def main(go_fd: int, report_fd: int) -> int:
+def main(role_fd: int, report_fd: int) -> int:
     """A rank in an interpreter of its own (`--start-method spawn`)."""
-    for descriptor in (go_fd, report_fd):
+    for descriptor in (role_fd, report_fd):
         os.set_inheritable(descriptor, False)
-    return run(go_fd, report_fd)
+    return run(role_fd, report_fd)
 
 
-def run(go_fd: int, report_fd: int) -> int:
-    """Wait for the start, do the work, report; returns the exit code of this process."""
-    role = receive_frame(go_fd)
-    os.close(go_fd)
+def run(role_fd: int, report_fd: int) -> int:
+    """Wait for the role, do the work, report; returns the exit code of this process."""
+    role = _receive_role(role_fd)
+    os.close(role_fd)
     if role is None:
         return 1  # the launcher is gone
     os.environ.update(role.variables)
-    _be_a_process_of_its_own(role.variables)
-    session.begin(int(role.variables["RANK"]), int(role.variables["WORLD_SIZE"]))
-    if isinstance(role.work, Function):
-        return _call(role.work, report_fd)
-    return _run_script(role.work, report_fd)
+    _separate_from_image(role.variables)
+    env = find_rank_env(role.variables)
+    session.begin(env.rank, env.world_size)
+    try:
+        if isinstance(role.work, Function):
+            _call(role.work, report_fd)
+        else:
+            _run_script(role.work)
+    except BaseException as error:
+        return _report_error(error, env.rank, report_fd)
+    return 0
 
 
-def send_frame(descriptor: int, message: object) -> None:
+def send_frame(descriptor: int, message: Role | Report) -> None:
     """Write one pickled message, with its length before it."""
     data = pickle.dumps(message)
     data = len(data).to_bytes(8, "little") + data
@@ -64,11 +71,14 @@ def send_frame(descriptor: int, message: object) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def receive_frame(descriptor: int) -> Any:
-    """Read one message; None if the writer is gone."""
+def _receive_role(descriptor: int) -> Role | None:
+    """Read the one message a rank is sent; None if the writer is gone."""
     header = _read(descriptor, 8)
     body = _read(descriptor, int.from_bytes(header, "little")) if header is not None else None
-    return None if body is None else pickle.loads(body)
+    if body is None:
+        return None
+    role: Role = pickle.loads(body)
+    return role
 
 
 def _read(descriptor: int, size: int) -> bytes | None:
@@ -81,9 +91,9 @@ def _read(descriptor: int, size: int) -> bytes | None:
     return data
 
 
-def _be_a_process_of_its_own(variables: Mapping[str, str]) -> None:
-    """Undo what ranks of one image share: random state, thread count, buffering made for another
-    stream.
+def _separate_from_image(variables: Mapping[str, str]) -> None:
+    """Undo what ranks forked from one image share: random state, thread count, buffering made for
+    another stream.
     """
     random.seed()
     if numpy := sys.modules.get("numpy"):
@@ -91,40 +101,27 @@ def _be_a_process_of_its_own(variables: Mapping[str, str]) -> None:
     if torch := sys.modules.get("torch"):
         torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # made by the interpreter: TextIOWrapper
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     faulthandler.enable()
 
 
-# -- a function ----------------------------------------------------------------------------------------------------
-
-
-def _call(work: Function, report_fd: int) -> int:
+def _call(work: Function, report_fd: int) -> None:
     import cloudpickle
 
-    try:
-        fn, args, kwargs = cloudpickle.loads(work.payload)
-        result = fn(*args, **kwargs)
-        send_frame(report_fd, Report("result", time.monotonic(), payload=cloudpickle.dumps(result)))
-    except BaseException as error:
-        return _tell(error, report_fd)
-    return 0
+    fn, args, kwargs = cloudpickle.loads(work.payload)
+    result = cloudpickle.dumps(fn(*args, **kwargs))
+    send_frame(report_fd, Report(ReportKind.RESULT, time.monotonic(), payload=result))
 
 
-# -- a script ------------------------------------------------------------------------------------------------------
-
-
-def _run_script(script: Script, report_fd: int) -> int:
+def _run_script(script: Script) -> None:
     sys.argv = [script.target, *script.arguments]
-    try:
-        if script.is_module:
-            runpy.run_module(script.target, run_name="__main__", alter_sys=True)
-        elif os.path.isdir(script.target) or script.target.endswith((".zip", ".pyz", ".pyc")):
-            runpy.run_path(script.target, run_name="__main__")
-        else:
-            _run_file(script.target)
-    except BaseException as error:
-        return _tell(error, report_fd)
-    return 0
+    if script.is_module:
+        runpy.run_module(script.target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(script.target) or script.target.endswith((".zip", ".pyz", ".pyc")):
+        runpy.run_path(script.target, run_name="__main__")
+    else:
+        _run_file(script.target)
 
 
 def _run_file(path: str) -> None:
@@ -133,25 +130,25 @@ def _run_file(path: str) -> None:
     """
     module = ModuleType("__main__")
     module.__file__ = path
-    module.__builtins__ = sys.modules["builtins"]  # type: ignore[attr-defined]  # what the interpreter sets, too
+    module.__dict__["__builtins__"] = sys.modules["builtins"]  # the interpreter sets it, too
     sys.modules["__main__"] = module
     with open(path, "rb") as file:
         code = compile(file.read(), path, "exec")
     exec(code, module.__dict__)
 
 
-# -- how it ended --------------------------------------------------------------------------------------------------
+# -- how it ended ----------------------------------------------------------------------------------
 
 
-def _tell(error: BaseException, report_fd: int) -> int:
+def _report_error(error: BaseException, rank: int, report_fd: int) -> int:
     """Report an exception that reached the top; returns the exit code it stands for."""
     now = time.monotonic()
     publish_error(error)
     if isinstance(error, SystemExit):
-        return _tell_exit(error, report_fd, now)
+        return _report_exit(error, report_fd, now)
     tb = _without_our_frames(error.__traceback__)
     if isinstance(error, KeyboardInterrupt):
-        send_frame(report_fd, Report("interrupt", now, _innermost(tb)))
+        send_frame(report_fd, Report(ReportKind.INTERRUPT, now, _innermost(tb)))
         return 130
     text = "".join(traceback.format_exception(type(error), error, tb))
     # A hook of the script's own, such as rich's; torch's would only repeat the traceback.
@@ -159,27 +156,28 @@ def _tell(error: BaseException, report_fd: int) -> int:
     if hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
         hook(type(error), error, tb)
     summary = traceback.format_exception_only(error)[0].strip()
-    send_frame(report_fd, Report("error", now, text, summary, _dump(error, tb), _caused_by(error)))
+    payload, cause = _dump(error, tb), _caused_by(error, rank)
+    send_frame(report_fd, Report(ReportKind.ERROR, now, text, summary, payload, cause))
     return 1
 
 
-def _caused_by(error: BaseException) -> int | None:
-    """The rank that failed first, if this error tells of a failure elsewhere."""
+def _caused_by(error: BaseException, rank: int) -> int | None:
+    """The rank that failed first, if this error is about a failure elsewhere."""
     other = None
     if isinstance(error, StepError) or (isinstance(error, PeerLost) and error.traceback):
         other = error.rank
-    return other if other is not None and str(other) != os.environ.get("RANK") else None
+    return None if other == rank else other
 
 
-def _tell_exit(error: SystemExit, report_fd: int, now: float) -> int:
+def _report_exit(error: SystemExit, report_fd: int, now: float) -> int:
     code = error.code
     if code is None or code == 0:
         return 0
     if isinstance(code, int):
         number = code & 0xFF or 1
-        send_frame(report_fd, Report("exit", now, summary=f"sys.exit({code})"))
+        send_frame(report_fd, Report(ReportKind.EXIT, now, summary=f"sys.exit({code})"))
         return number
-    send_frame(report_fd, Report("exit", now, f"{code}\n", summary=str(code)))
+    send_frame(report_fd, Report(ReportKind.EXIT, now, f"{code}\n", summary=str(code)))
     return 1
 
 
@@ -193,7 +191,7 @@ def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
 
 def _is_ours(filename: str) -> bool:
     return (
-        filename.startswith((_HERE, "<frozen runpy>", "<frozen importlib"))
+        filename.startswith((_PACKAGE, "<frozen runpy>", "<frozen importlib"))
         or filename == runpy.__file__
     )
 
@@ -204,14 +202,13 @@ def _innermost(tb: TracebackType | None) -> str:
 
 
 def _dump(error: BaseException, tb: TracebackType | None) -> bytes:
-    """The exception for the launcher, if it survives the journey there."""
+    """The exception for the launcher, if it survives pickling."""
     import cloudpickle
 
     try:
         data: bytes = cloudpickle.dumps(error.with_traceback(tb))
-        cloudpickle.loads(
-            data
-        )  # an exception whose constructor takes other arguments than it stores
+        # Fails for an exception whose constructor takes other arguments than it stores.
+        cloudpickle.loads(data)
     except Exception:
         return b""
     return data

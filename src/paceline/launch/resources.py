@@ -1,13 +1,31 @@
-"""What one host offers its ranks: allowed cores, a CPU quota - and threads per rank that follow."""
+"""What one host offers its ranks - cores, a CPU quota, accelerators - and what follows from it: how
+many ranks to start, and the threads each gets.
+
+Imports no torch: the launcher uses it too.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import pathlib
-from collections.abc import Collection, Sequence
+import re
+import subprocess
+import sys
+from collections.abc import Collection, Mapping, Sequence
 
-__all__ = ["allowed_cores", "cpu_quota", "usable_cores", "threads_per_rank"]
+from paceline.errors import ConfigError
+
+__all__ = [
+    "allowed_cores",
+    "count_accelerators",
+    "count_ranks",
+    "cpu_quota",
+    "threads_for",
+    "threads_per_rank",
+    "usable_cores",
+]
 
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
@@ -50,3 +68,51 @@ def threads_per_rank(
     if quota is not None:
         threads = min(threads, quota / (1 + len(others)))
     return max(1, int(threads + 1e-9))
+
+
+def count_ranks(requested: str) -> int:
+    """A number, or "auto": one rank per accelerator, else one per usable core."""
+    if requested == "auto":
+        return count_accelerators() or usable_cores()
+    try:
+        number = int(requested)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise ConfigError(f"the number of ranks should be 1 or more, or auto, but is {requested!r}")
+    return number
+
+
+def count_accelerators() -> int:
+    """Devices of the accelerator torch was built for; asked in a child, since asking may start a
+    driver for good.
+    """
+    if not _built_for_an_accelerator():
+        return 0
+    code = "import torch; print(torch.accelerator.device_count())"
+    child = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    return int(child.stdout) if child.returncode == 0 and child.stdout.strip().isdigit() else 0
+
+
+def _built_for_an_accelerator() -> bool:
+    """Read from torch's version file: importing torch takes a second, and the launcher can do
+    without.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        raise ConfigError("torch is not installed")
+    text = pathlib.Path(spec.origin).with_name("version.py").read_text()
+    built_for = re.findall(r"^(?:cuda|hip|xpu)\b[^=\n]*=\s*(.+)$", text, re.MULTILINE)
+    return any(value.strip() != "None" for value in built_for) or sys.platform == "darwin"
+
+
+def threads_for(ranks: int, environ: Mapping[str, str] = os.environ) -> int:
+    """Threads per rank: what the user set, else the usable cores divided."""
+    for name in ("PACELINE_THREADS", "OMP_NUM_THREADS"):
+        if text := environ.get(name):
+            if not text.isdigit() or int(text) < 1:
+                raise ConfigError(f"{name} should be a number of threads but is {text!r}")
+            return int(text)
+    return max(1, usable_cores() // ranks)

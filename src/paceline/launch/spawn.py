@@ -1,4 +1,4 @@
-"""`paceline.spawn(fn, args, nprocs)`: run a function on ranks of this host and bring back what each
+"""`paceline.spawn(fn, args, nprocs)`: run a function on ranks of this host and return what each
 returned.
 """
 
@@ -11,10 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError, describe_exit
-from paceline.launch.messages import PRELOAD, Function, Report
+from paceline.launch.messages import PRELOAD, Function, Report, ReportKind
 from paceline.launch.output import Output
-from paceline.launch.rank_count import count_ranks, threads_for
+from paceline.launch.resources import count_ranks, threads_for
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
+from paceline.rank_env import find_rank_env
 from paceline.telemetry.status_page import script_name
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, stall_after_s
 
@@ -35,19 +36,20 @@ def spawn(
     order.
 
     Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions
-    and classes defined in a cell travel by value. In `fn`, `paceline.init_process_group()` joins
-    the ranks and `paceline.rank()` tells which one it is. What ranks print appears here with the
-    rank before it, unless `quiet`. `preload` names modules that are imported once, before the ranks
-    are forked.
+    and classes defined in a cell are pickled by value. In `fn`, `paceline.init_process_group()`
+    joins the ranks and `paceline.rank()` is the number of this one. What ranks print appears here
+    with the rank before it, unless `quiet`. `preload` names modules that are imported once, before
+    the ranks are forked.
 
     The first error of a rank is raised here as it was raised there, with its traceback as a note;
     the other ranks are stopped. A rank that died without one gives a `LaunchError`.
     """
     import cloudpickle
 
-    if "PACELINE_SPAWNED" in os.environ and os.environ.get("RANK"):
+    if "PACELINE_SPAWNED" in os.environ:
+        rank = find_rank_env(os.environ).rank
         raise ConfigError(
-            f"rank {os.environ['RANK']} of paceline.spawn calls paceline.spawn again; call it outside `fn`"
+            f"rank {rank} of paceline.spawn calls paceline.spawn again; call it outside `fn`"
         )
     ranks = count_ranks(str(nprocs))
     plan = Plan(
@@ -67,9 +69,9 @@ def spawn(
         stall_after_s=stall_after_s((env or {}).get(STALL_AFTER) or os.environ.get(STALL_AFTER)),
     )
     output = Output(ranks, _print, shown=frozenset() if quiet else None)
-    ending = Supervisor(plan, output).run()
-    _raise_first(ending, output)
-    return [_value(report) for report in ending.reports]
+    result = Supervisor(plan, output).run()
+    _raise_first(result, output)
+    return [_value(report) for report in result.reports]
 
 
 def _print(stream: int, data: bytes) -> None:
@@ -86,42 +88,40 @@ def _value(report: Report | None) -> Any:
     return cloudpickle.loads(report.payload)
 
 
-def _raise_first(ending: JobResult, output: Output) -> None:
-    if ending.failures:
-        first, *later = ending.failures
-        error = _as_exception(first, ending, output)
+def _raise_first(result: JobResult, output: Output) -> None:
+    if result.failures:
+        first, *later = result.failures
+        error = _as_exception(first, result, output)
         for other in later:
-            reason = (
-                other.report.summary
-                if other.report and other.report.summary
-                else describe_exit(other.exitcode)
-            )
+            summary = other.report.summary if other.report else ""
+            reason = summary or describe_exit(other.exitcode)
             error.add_note(f"later rank {other.rank} failed as well: {reason}")
         raise error
-    if ending.unable is not None:
-        raise LaunchError(ending.unable.reason, exitcode=ending.unable.exitcode)
-    silent = [rank for rank, report in enumerate(ending.reports) if report is None]
-    if silent:
+    if result.start_failure is not None:
+        raise LaunchError(result.start_failure.reason, exitcode=result.start_failure.exitcode)
+    without_result = [rank for rank, report in enumerate(result.reports) if report is None]
+    if without_result:
         raise LaunchError(
-            f"rank {silent[0]} ended with code 0 before the function returned (os._exit or sys.exit inside it?)",
-            rank=silent[0],
+            f"rank {without_result[0]} exited with status 0 before the function returned (os._exit "
+            "or sys.exit inside it?)",
+            rank=without_result[0],
             exitcode=0,
         )
 
 
-def _as_exception(failure: Failure, ending: JobResult, output: Output) -> BaseException:
+def _as_exception(failure: Failure, result: JobResult, output: Output) -> BaseException:
     import cloudpickle
 
     report = failure.report
-    if report is not None and report.kind == "error" and report.payload:
+    if report is not None and report.kind is ReportKind.ERROR and report.payload:
         error: BaseException = cloudpickle.loads(report.payload)
         error.add_note(f"raised by rank {failure.rank}:\n{report.text}")
         return error
     tail = "\n".join(output.tails[failure.rank])
-    what = report.text or report.summary if report is not None else describe_exit(failure.exitcode)
-    pid = ending.pids.get(failure.rank)
+    reason = (report.text or report.summary) if report else describe_exit(failure.exitcode)
+    pid = result.pids.get(failure.rank)
     return LaunchError(
-        f"rank {failure.rank} (pid {pid}) failed first: {what}"
+        f"rank {failure.rank} (pid {pid}) failed first: {reason}"
         + (f"\nits last output:\n{tail}" if tail else ""),
         rank=failure.rank,
         exitcode=failure.exitcode,

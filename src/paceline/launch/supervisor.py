@@ -1,17 +1,25 @@
-"""Runs one job from outside: starts the fork server, moves output, decides when to stop, says how
-it ended.
+"""Runs one job from outside: starts the fork server, moves the ranks' output, decides when to stop,
+and reports how the job ended.
 
 Imports no torch, so the process that owns the screen and the signals stays light and cannot crash
-with a rank.
+with a rank. A job goes through these phases, never backwards:
 
-    RUNNING --a rank fails, a signal--> STOPPING (asked to end, deadline set) --deadline--> KILLED
-    --> over
+    STARTING   the fork server loads torch; no rank has a process yet
+    RUNNING    every rank has a process
+    STOPPING   a rank failed or a signal came: ranks are asked to end, and a deadline is set
+    KILLED     the deadline passed, or a second Ctrl-C came: ranks were sent SIGKILL
+    OVER       the fork server closed its connection: nothing of the job runs any more
+
+`Supervisor` is what callers see and what a signal handler may call at any time; `_JobRun` is the
+job between the start of its processes and the end of the last one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import enum
+import math
 import os
 import pickle
 import selectors
@@ -20,11 +28,13 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.launch.child_processes import end_descendants
+from paceline._interpreter import interpreter_flags
+from paceline._linux import end_descendants
+from paceline.errors import describe_exit
 from paceline.launch.messages import (
     Function,
     Job,
@@ -33,7 +43,9 @@ from paceline.launch.messages import (
     RankPipes,
     RendezvousConfig,
     Report,
+    ReportKind,
     Script,
+    ServerMessage,
     Signal,
     Started,
     StartFailure,
@@ -46,12 +58,12 @@ if TYPE_CHECKING:
     from paceline.diagnostics.page_reader import StatusPage
     from paceline.diagnostics.stall_watcher import StallWatch
 
-__all__ = ["Plan", "Failure", "JobResult", "Supervisor"]
+__all__ = ["Failure", "JobResult", "Plan", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
 _FORK_SERVER_END_S = 30.0
-_READ = 1 << 16
+_READ_BYTES = 1 << 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,48 +95,24 @@ class Failure:
 
     @property
     def is_consequence(self) -> bool:
-        """Whether another rank's failure made this one: then that is the first, whoever tells
-        earlier.
+        """Whether another rank's failure caused this one: then that is the first, whichever was
+        reported earlier.
         """
         return self.report is not None and self.report.caused_by is not None
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class JobResult:
     """How the job ended."""
 
     reports: list[Report | None]
     failures: list[Failure]  # the first in time first
-    clean: frozenset[int] = frozenset()  # ranks that ended with code 0
-    first_rank: int = 0
-    stopped_by: int | None = None  # the signal this launcher was sent
-    unable: StartFailure | None = None
-    pids: dict[int, int] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
-
-
-class _Rank:
-    """The launcher's side of one rank."""
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.pid: int | None = None
-        self.report: Report | None = None
-        self.end: RankEnd | None = None
-        self.frame = bytearray()  # of a report, as it arrives
-
-    def failure(self, stopped: bool) -> Failure | None:
-        """How it failed by itself, if it did; a rank that ended because it was told to did not."""
-        if self.report is not None and self.report.kind in {"error", "exit"}:
-            return Failure(
-                self.index, self.report.when, self.end.exitcode if self.end else None, self.report
-            )
-        if self.end is None or self.end.exitcode == 0:
-            return None
-        asked = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 130}
-        if stopped and self.end.exitcode in asked:
-            return None
-        return Failure(self.index, self.end.when, self.end.exitcode, self.report)
+    succeeded: frozenset[int]  # ranks that exited with status 0
+    first_rank: int
+    stopped_by: int | None  # the signal this launcher was sent
+    start_failure: StartFailure | None
+    pids: Mapping[int, int]
+    seconds: float
 
 
 class Supervisor:
@@ -135,180 +123,248 @@ class Supervisor:
     def __init__(self, plan: Plan, output: Output) -> None:
         self._plan = plan
         self._output = output
-        self._ranks = [_Rank(index) for index in range(plan.ranks)]
-        self._selector = selectors.DefaultSelector()
-        self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self._requests: list[int] = []
-        self._stopping: frozenset[int] | None = None  # ranks that had not ended when the stop began
-        self._deadline: float | None = None
-        self._stopped_by: int | None = None
-        self._unable: StartFailure | None = None
-        self._control: Connection | None = None
-        self._fork_server: subprocess.Popen[bytes] | None = None
-        self._placed = JobPlaced(0, plan.ranks)
-        self._pages: dict[int, StatusPage] = {}  # as they were last seen
+        self._requests = _StopRequests()
 
     def ask_to_stop(self, number: int) -> None:
         """Pass a signal on to the ranks and see that they end. A second Ctrl-C does not wait any
         longer.
         """
-        self._requests.append(number)
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._wake_write, b"\0")
+        self._requests.add(number)
 
     def run(self) -> JobResult:
         began = time.monotonic()
-        watch: StallWatch | None = None
         try:
-            self._start()
-            watch = self._start_watch()
-            self._loop()
+            run = _JobRun(self._plan, self._output, self._requests)
+            try:
+                run.until_over()
+            finally:
+                run.close()
         finally:
-            if watch is not None:
-                watch.stop()
-            self._clean_up()
-        ending = self._ending()
-        ending.seconds = time.monotonic() - began
-        return ending
+            self._requests.close()
+        return run.result(time.monotonic() - began)
 
-    def _start_watch(self) -> StallWatch:
-        # now that the fork server loads torch, there is time for it
+
+class _StopRequests:
+    """Signals to handle: put here by a signal handler, which may do little else."""
+
+    def __init__(self) -> None:
+        self._signals: list[int] = []
+        self.descriptor, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+
+    def add(self, number: int) -> None:
+        self._signals.append(number)
+        # A full pipe wakes the reader as well; a closed one has none.
+        with contextlib.suppress(OSError):
+            os.write(self._write_end, b"\0")
+
+    def clear_wake_up(self) -> None:
+        os.read(self.descriptor, 4096)
+
+    def take(self) -> Iterator[int]:
+        while self._signals:
+            yield self._signals.pop(0)
+
+    def close(self) -> None:
+        # The handler may still be called: it must not write to whatever gets the number next.
+        write_end, self._write_end = self._write_end, -1
+        os.close(write_end)
+        os.close(self.descriptor)
+
+
+class _Phase(enum.Enum):
+    """See the module's docstring."""
+
+    STARTING = enum.auto()
+    RUNNING = enum.auto()
+    STOPPING = enum.auto()
+    KILLED = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stop:
+    """How the job was asked to end. The default is that it was not."""
+
+    ranks: frozenset[int] = frozenset()  # those that had not ended by then
+    deadline: float = math.inf
+    requested_by: int | None = None  # the signal this launcher was sent
+
+
+class _Rank:
+    """The launcher's side of one rank."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.pid: int | None = None
+        self.report: Report | None = None
+        self.end: RankEnd | None = None
+        self._frame = bytearray()
+
+    def feed_report(self, data: bytes) -> Report | None:
+        """Bytes of the report; returns it when it has become complete."""
+        self._frame += data
+        size = int.from_bytes(self._frame[:8], "little")
+        if self.report is not None or len(self._frame) < 8 + size:
+            return None
+        self.report = pickle.loads(self._frame[8 : 8 + size])
+        return self.report
+
+    def failure(self, was_stopped: bool) -> Failure | None:
+        """How it failed by itself, if it did; a rank that ended because it was asked to did not."""
+        if self.report is not None and self.report.kind in {ReportKind.ERROR, ReportKind.EXIT}:
+            exitcode = self.end.exitcode if self.end else None
+            return Failure(self.index, self.report.when, exitcode, self.report)
+        if self.end is None or self.end.exitcode == 0:
+            return None
+        if was_stopped and self.end.exitcode in _EXIT_CODES_WHEN_STOPPED:
+            return None
+        return Failure(self.index, self.end.when, self.end.exitcode, self.report)
+
+
+_EXIT_CODES_WHEN_STOPPED = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 130}
+
+
+class _ForkServer:
+    """The fork server's process, and the connection over which it takes orders."""
+
+    def __init__(self, job: Job, inherited: list[int]) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            code = (
+                f"import sys; sys.path[:] = {list(job.path)!r}; "
+                "from paceline.launch.fork_server import main; "
+                f"sys.exit(main({theirs.fileno()}))"
+            )
+            command = [sys.executable, *interpreter_flags(), "-c", code]
+            self.process = subprocess.Popen(command, pass_fds=[theirs.fileno(), *inherited])
+        self.connection = Connection(ours.detach())
+        self.send(job)
+
+    def send(self, message: Job | Signal) -> None:
+        # That it is gone is noticed as the end of the connection.
+        if not self.connection.closed:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self.connection.send(message)
+
+    def receive(self) -> ServerMessage | None:
+        """Its next message; None when there is no more, and the connection is closed."""
+        try:
+            message: ServerMessage = self.connection.recv()
+        except (EOFError, ConnectionResetError):
+            return None
+        return message
+
+
+class _JobRun:
+    """The job from the start of its processes to the end of the last one."""
+
+    def __init__(self, plan: Plan, output: Output, requests: _StopRequests) -> None:
+        self._plan = plan
+        self._output = output
+        self._requests = requests
+        self._ranks = [_Rank(index) for index in range(plan.ranks)]
+        self._phase = _Phase.STARTING
+        self._stop = _Stop()
+        self._start_failure: StartFailure | None = None
+        self._first_rank = 0
+        self._pages: dict[int, StatusPage] = {}  # as the stall watcher last saw them
+        reading, writing = _make_pipes(plan.ranks)
+        try:
+            self._fork_server = _start_fork_server(plan, writing)
+        except BaseException:
+            _close_pipes(reading)
+            raise
+        finally:
+            _close_pipes(writing)
+        self._selector = self._watch(reading)
+
+    def _watch(self, reading: list[RankPipes]) -> selectors.BaseSelector:
+        selector = selectors.DefaultSelector()
+        selector.register(self._fork_server.connection, selectors.EVENT_READ, ("control", 0))
+        selector.register(self._requests.descriptor, selectors.EVENT_READ, ("wake", 0))
+        for rank, pipes in enumerate(reading):
+            for descriptor, kind in zip(pipes.all(), ("stdout", "stderr", "report"), strict=True):
+                os.set_blocking(descriptor, False)
+                selector.register(descriptor, selectors.EVENT_READ, (kind, rank))
+        return selector
+
+    # -- run ---------------------------------------------------------------------------------------
+
+    def until_over(self) -> None:
+        stall_watch = self._start_stall_watch()
+        try:
+            while self._phase is not _Phase.OVER:
+                self._step()
+        finally:
+            stall_watch.stop()
+
+    def _start_stall_watch(self) -> StallWatch:
+        # Imported now that the fork server loads torch: there is time for it.
         from paceline.diagnostics.stall_watcher import StallWatch
 
-        watch = StallWatch(self._look, self._tell_stall, self._plan.stall_after_s)
+        watch = StallWatch(self._views_of_ranks, self._report_stall, self._plan.stall_after_s)
         watch.start()
         return watch
 
-    def _look(self) -> list[RankView]:
-        """What the stall watch sees; runs in its thread."""
+    def _views_of_ranks(self) -> list[RankView]:
+        """What the stall watcher sees; runs in its thread."""
         from paceline.diagnostics.stall_watcher import look_at_processes
 
-        first = self._placed.first_rank
+        if self._phase not in {_Phase.STARTING, _Phase.RUNNING}:
+            return []
+        first = self._first_rank
         pids = {first + rank.index: rank.pid for rank in self._ranks if rank.pid is not None}
         ended = {
             first + rank.index: rank.end.exitcode for rank in self._ranks if rank.end is not None
         }
-        return look_at_processes(pids, ended, self._pages) if self._stopping is None else []
+        return look_at_processes(pids, ended, self._pages)
 
-    def _tell_stall(self, text: str) -> None:
-        self._output.tell_all(f"paceline: {text}")
+    def _report_stall(self, text: str) -> None:
+        self._output.report_job(f"paceline: {text}")
 
-    # -- start -----------------------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        ours, theirs = socket.socketpair()
-        reading, writing = self._make_pipes()
-        listen, rendezvous = _listen(self._plan)
-        job = Job(
-            work=self._plan.work,
-            ranks=self._plan.ranks,
-            pipes=tuple(writing),
-            rendezvous=rendezvous,
-            threads=self._plan.threads,
-            launcher=self._plan.launcher,
-            launcher_pid=os.getpid(),
-            start_method=self._plan.start_method,
-            preload=self._plan.preload,
-            path=self._plan.path,
-            environ={**self._plan.environ, WATCHED: "1"},
-        )
-        passed = [theirs.fileno(), *(fd for pipes in writing for fd in pipes.all())]
-        if listen is not None:
-            passed.append(listen.fileno())
-        code = (
-            f"import sys; sys.path[:] = {list(self._plan.path)!r}; from paceline.launch.fork_server import main; "
-            f"sys.exit(main({theirs.fileno()}))"
-        )
-        flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]  # multiprocessing uses it, too
-        self._fork_server = subprocess.Popen([sys.executable, *flags, "-c", code], pass_fds=passed)
-        theirs.close()
-        if listen is not None:
-            listen.close()
-        for pipes in writing:
-            for descriptor in pipes.all():
-                os.close(descriptor)
-        self._control = Connection(ours.detach())
-        self._watch(reading)
-        # it is noticed as the end of the pipe
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._control.send(job)
-
-    def _make_pipes(self) -> tuple[list[RankPipes], list[RankPipes]]:
-        reading, writing = [], []
-        for _ in range(self._plan.ranks):
-            ends = [os.pipe() for _ in range(3)]
-            reading.append(RankPipes(*(read for read, _ in ends)))
-            writing.append(RankPipes(*(write for _, write in ends)))
-        return reading, writing
-
-    def _watch(self, reading: list[RankPipes]) -> None:
-        assert self._control is not None
-        self._selector.register(self._control, selectors.EVENT_READ, ("control", 0))
-        self._selector.register(self._wake_read, selectors.EVENT_READ, ("wake", 0))
-        for rank, pipes in enumerate(reading):
-            for descriptor, kind in zip(pipes.all(), ("stdout", "stderr", "report"), strict=True):
-                os.set_blocking(descriptor, False)
-                self._selector.register(descriptor, selectors.EVENT_READ, (kind, rank))
-
-    # -- run -------------------------------------------------------------------------------------------------------
-
-    def _loop(self) -> None:
-        while self._control is not None:
-            self._step(self._until_deadline())
-
-    def _step(self, timeout: float | None) -> bool:
-        """Handle what is ready. The control pipe goes first: it says which rank the output belongs
-        to.
+    def _step(self) -> None:
+        """Handle what is ready. Messages of the fork server go first: they say which rank the
+        output belongs to.
         """
-        ready = sorted(
-            self._selector.select(timeout), key=lambda item: item[0].data[0] != "control"
-        )
-        for key, _ in ready:
+        timeout = self._stop.deadline - time.monotonic()
+        ready = self._selector.select(None if timeout == math.inf else max(0.0, timeout))
+        for key, _ in sorted(ready, key=lambda item: item[0].data[0] != "control"):
             kind, rank = key.data
             if kind == "control":
-                self._on_control()
+                self._on_message(self._fork_server.receive())
             elif kind == "wake":
-                os.read(self._wake_read, 4096)
+                self._requests.clear_wake_up()
             else:
                 self._on_pipe(key.fd, kind, rank)
-        while self._requests:
-            self._on_request(self._requests.pop(0))
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            self._deadline = None
-            self._send(Signal(signal.SIGKILL))
-        return bool(ready)
+        for number in self._requests.take():
+            self._on_request(number)
+        if self._phase is _Phase.STOPPING and time.monotonic() >= self._stop.deadline:
+            self._kill()
 
-    def _until_deadline(self) -> float | None:
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def _on_control(self) -> None:
-        assert self._control is not None
-        try:
-            message: Any = self._control.recv()
-        except (EOFError, ConnectionResetError):
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-            return
+    def _on_message(self, message: ServerMessage | None) -> None:
         match message:
-            case [*started]:
-                for item in started:
-                    assert isinstance(item, Started)
-                    self._ranks[item.rank].pid = item.pid
+            case None:
+                self._phase = _Phase.OVER
+                self._close_connection()
+            case Started():
+                if self._phase is _Phase.STARTING:
+                    self._phase = _Phase.RUNNING
+                for rank, pid in zip(self._ranks, message.pids, strict=True):
+                    rank.pid = pid
             case JobPlaced():
-                self._placed = message
-                self._output.first_rank = message.first_rank
+                self._first_rank = message.first_rank
+                self._output.number_ranks_from(message.first_rank)
             case RankEnd():
                 self._ranks[message.rank].end = message
                 if message.exitcode != 0:
-                    self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
+                    self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
             case StartFailure():
-                self._unable = self._unable or message
-                self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
+                self._start_failure = self._start_failure or message
+                self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
 
     def _on_pipe(self, descriptor: int, kind: str, rank: int) -> None:
         try:
-            data = os.read(descriptor, _READ)
+            data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
             return
         if not data:
@@ -320,62 +376,58 @@ class Supervisor:
             self._output.feed(rank, 1 if kind == "stdout" else 2, data)
 
     def _on_report(self, rank: _Rank, data: bytes) -> None:
-        rank.frame += data
-        size = int.from_bytes(rank.frame[:8], "little")
-        if rank.report is None and len(rank.frame) >= 8 + size:
-            rank.report = pickle.loads(rank.frame[8 : 8 + size])
-            if (
-                rank.report is not None
-                and rank.report.kind == "error"
-                and rank.report.caused_by is None
-            ):
-                # It will end by itself; the others need not wait for that, nor for it to hang in
-                # its clean-up. One that only passes on another's error leaves that rank time to
-                # tell its own.
-                self._stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=rank.index)
+        report = rank.feed_report(data)
+        # A rank that failed will end by itself. The others need not wait for that, nor for it to
+        # hang in its clean-up. One that only passes on another's error leaves that rank time to
+        # report its own.
+        if report is not None and report.kind is ReportKind.ERROR and report.caused_by is None:
+            self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=rank.index)
 
-    # -- stop ------------------------------------------------------------------------------------------------------
+    # -- stop --------------------------------------------------------------------------------------
 
     def _on_request(self, number: int) -> None:
         if number == signal.SIGUSR1:
-            self._send(Signal(number))
-        elif self._stopping is None:
-            self._stopped_by = number
-            grace = self._plan.grace_s
-            self._stop(signal.SIGINT if number == signal.SIGINT else signal.SIGTERM, grace)
-        elif number == signal.SIGINT:
-            self._deadline = time.monotonic()
-        if (
-            self._ranks[0].pid is None
-            and number != signal.SIGUSR1
-            and self._fork_server is not None
-        ):
-            self._fork_server.kill()  # still importing: there is no rank to be asked
-
-    def _stop(self, number: int, grace_s: float, spare: int | None = None) -> None:
-        if self._stopping is not None:
+            self._fork_server.send(Signal(number))
             return
-        self._stopping = frozenset(
-            rank.index for rank in self._ranks if rank.end is None and rank.index != spare
-        )
-        self._deadline = time.monotonic() + grace_s
-        self._send(Signal(number), skip=spare)
+        if self._phase is _Phase.STARTING:
+            # Still importing: there is no rank that could be asked.
+            self._fork_server.process.kill()
+        if self._phase in {_Phase.STARTING, _Phase.RUNNING}:
+            passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+            self._begin_stop(passed_on, self._plan.grace_s, requested_by=number)
+        elif number == signal.SIGINT:
+            self._kill()
 
-    def _send(self, order: Signal, skip: int | None = None) -> None:
-        if self._control is not None:
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                self._control.send(dataclasses.replace(order, skip=skip))
+    def _begin_stop(
+        self,
+        number: int,
+        grace_s: float,
+        *,
+        spare: int | None = None,
+        requested_by: int | None = None,
+    ) -> None:
+        """Ask all ranks to end, but for one that is ending anyway. Only the first reason counts."""
+        if self._phase not in {_Phase.STARTING, _Phase.RUNNING}:
+            return
+        self._phase = _Phase.STOPPING
+        asked = (rank.index for rank in self._ranks if rank.end is None and rank.index != spare)
+        self._stop = _Stop(frozenset(asked), time.monotonic() + grace_s, requested_by)
+        self._fork_server.send(Signal(number, skip=spare))
 
-    # -- end -------------------------------------------------------------------------------------------------------
+    def _kill(self) -> None:
+        if self._phase is _Phase.STOPPING:
+            self._phase = _Phase.KILLED
+            self._stop = dataclasses.replace(self._stop, deadline=math.inf)
+            self._fork_server.send(Signal(signal.SIGKILL))
 
-    def _clean_up(self) -> None:
+    # -- end ---------------------------------------------------------------------------------------
+
+    def close(self) -> None:
         """Also after an exception here: no process, no descriptor stays."""
-        if self._control is not None:
-            # the fork server takes it as the death of its launcher, and ends the ranks
-            self._control.close()
-            self._control = None
-        if self._fork_server is not None:
-            self._wait_for_fork_server(self._fork_server)
+        # If the job is not over, the fork server takes this as the death of its launcher and ends
+        # the ranks.
+        self._close_connection()
+        self._wait_for_fork_server()
         end = time.monotonic() + _DRAIN_S
         while self._open_pipes() and time.monotonic() < end and self._drain():
             pass
@@ -385,72 +437,107 @@ class Supervisor:
             self._selector.unregister(descriptor)
             os.close(descriptor)
         self._selector.close()
-        os.close(self._wake_read)
-        os.close(self._wake_write)
 
-    def _wait_for_fork_server(self, fork_server: subprocess.Popen[bytes]) -> None:
+    def _close_connection(self) -> None:
+        connection = self._fork_server.connection
+        if not connection.closed:
+            self._selector.unregister(connection)
+            connection.close()
+
+    def _wait_for_fork_server(self) -> None:
+        process = self._fork_server.process
         deadline = time.monotonic() + self._plan.rendezvous.timeout_s + _FORK_SERVER_END_S
-        while fork_server.poll() is None:
-            self._drain()  # a rank that ends may still have much to say
+        while process.poll() is None:
+            # A rank that ends may still have much to write.
+            self._drain()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                fork_server.wait(0.02)
+                process.wait(0.02)
             if time.monotonic() > deadline:
-                fork_server.kill()
-        if (
-            fork_server.returncode != 0
-            and self._unable is None
-            and any(rank.end is None for rank in self._ranks)
-        ):
-            self._unable = StartFailure(
-                f"the fork server (pid {fork_server.pid}) ended with code {fork_server.returncode}",
-                fork_server.returncode,
+                process.kill()
+        is_unfinished = any(rank.end is None for rank in self._ranks)
+        if process.returncode != 0 and self._start_failure is None and is_unfinished:
+            self._start_failure = StartFailure(
+                f"the fork server (pid {process.pid}) failed: {describe_exit(process.returncode)}",
+                process.returncode,
             )
         if self._plan.owns_process:
-            # none, unless the fork server was killed
+            # There are none, unless the fork server was killed.
             end_descendants(os.getpid(), wait_s=0.5, term_s=1.0)
 
     def _drain(self) -> bool:
-        ready = [
-            key for key, _ in self._selector.select(0.0) if key.data[0] not in {"control", "wake"}
-        ]
+        """Read what ranks have written; whether there was anything."""
+        ready = [key for key, _ in self._selector.select(0.0) if _is_pipe(key)]
         for key in ready:
             self._on_pipe(key.fd, *key.data)
         return bool(ready)
 
     def _open_pipes(self) -> list[int]:
-        return [
-            key.fd
-            for key in self._selector.get_map().values()
-            if key.data[0] not in {"control", "wake"}
-        ]
+        return [key.fd for key in self._selector.get_map().values() if _is_pipe(key)]
 
-    def _ending(self) -> JobResult:
-        found = (
-            rank.failure(self._stopping is not None and rank.index in self._stopping)
-            for rank in self._ranks
-        )
+    def result(self, seconds: float) -> JobResult:
+        failures = [rank.failure(rank.index in self._stop.ranks) for rank in self._ranks]
         return JobResult(
             reports=[rank.report for rank in self._ranks],
             failures=sorted(
-                (f for f in found if f is not None), key=lambda f: (f.is_consequence, f.when)
+                (failure for failure in failures if failure is not None),
+                key=lambda failure: (failure.is_consequence, failure.when),
             ),
-            clean=frozenset(
+            succeeded=frozenset(
                 rank.index
                 for rank in self._ranks
                 if rank.end is not None and rank.end.exitcode == 0
             ),
-            first_rank=self._placed.first_rank,
-            stopped_by=self._stopped_by,
-            unable=self._unable,
+            first_rank=self._first_rank,
+            stopped_by=self._stop.requested_by,
+            start_failure=self._start_failure,
             pids={rank.index: rank.pid for rank in self._ranks if rank.pid is not None},
+            seconds=seconds,
         )
 
 
-def _listen(plan: Plan) -> tuple[socket.socket | None, RendezvousConfig]:
-    """A port the system chooses, open before any rank looks for it: nothing to collide with,
-    nothing to wait for.
-    """
-    if plan.rendezvous.nodes > 1:
-        return None, plan.rendezvous
-    listen = socket.create_server(("127.0.0.1", 0), backlog=plan.ranks + 64)
-    return listen, dataclasses.replace(plan.rendezvous, listen_fd=listen.fileno())
+def _is_pipe(key: selectors.SelectorKey) -> bool:
+    return key.data[0] not in {"control", "wake"}
+
+
+def _make_pipes(ranks: int) -> tuple[list[RankPipes], list[RankPipes]]:
+    """For each rank, the ends of its pipes that we read and those that it writes to."""
+    reading, writing = [], []
+    for _ in range(ranks):
+        ends = [os.pipe() for _ in range(3)]
+        reading.append(RankPipes(*(read for read, _ in ends)))
+        writing.append(RankPipes(*(write for _, write in ends)))
+    return reading, writing
+
+
+def _close_pipes(ends: list[RankPipes]) -> None:
+    for pipes in ends:
+        for descriptor in pipes.all():
+            os.close(descriptor)
+
+
+def _start_fork_server(plan: Plan, pipes: list[RankPipes]) -> _ForkServer:
+    inherited = [descriptor for rank_pipes in pipes for descriptor in rank_pipes.all()]
+    with contextlib.ExitStack() as stack:
+        rendezvous = plan.rendezvous
+        if rendezvous.nodes == 1:
+            # A port the system chooses, open before any rank looks for it: nothing to collide with,
+            # nothing to wait for.
+            listen_socket = stack.enter_context(
+                socket.create_server(("127.0.0.1", 0), backlog=plan.ranks + 64)
+            )
+            rendezvous = dataclasses.replace(rendezvous, listen_fd=listen_socket.fileno())
+            inherited.append(listen_socket.fileno())
+        job = Job(
+            work=plan.work,
+            ranks=plan.ranks,
+            pipes=tuple(pipes),
+            rendezvous=rendezvous,
+            threads=plan.threads,
+            launcher=plan.launcher,
+            launcher_pid=os.getpid(),
+            start_method=plan.start_method,
+            preload=plan.preload,
+            path=plan.path,
+            environ={**plan.environ, WATCHED: "1"},
+        )
+        return _ForkServer(job, inherited)

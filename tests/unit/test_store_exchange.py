@@ -1,0 +1,134 @@
+"""One exchange through a store: all ranks get every value, or all learn who is missing or lost.
+
+Ranks are threads over one store here; as processes they are tested by everything that makes groups.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+from torch.distributed import HashStore
+
+from paceline.core.store_exchange import ExchangeCancelled, exchange, format_ranks, wait_for_peer
+from paceline.errors import CollectiveTimeout, PeerLost
+
+LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
+
+
+def on_threads(ranks, work):
+    """What `work(rank)` returned or raised on each rank."""
+
+    def run(rank):
+        try:
+            return work(rank)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return dict(zip(ranks, pool.map(run, ranks), strict=True))
+
+
+@pytest.fixture
+def ended_pid():
+    """A process that has ended and was not waited for, as a peer's looks from outside."""
+    child = subprocess.Popen([sys.executable, "-c", "import os; os._exit(3)"])
+    time.sleep(0.3)
+    yield child.pid
+    child.wait()
+
+
+@pytest.mark.parametrize("ranks", [[0, 1, 2], [3, 5], [4]])
+def test_every_rank_gets_every_value(ranks):
+    store = HashStore()
+    values = {rank: f"line one\nof rank {rank}" for rank in ranks}
+    got = on_threads(ranks, lambda rank: exchange(store, "t", rank, ranks, values[rank], LONG))
+    assert got == dict.fromkeys(ranks, values)
+
+
+def test_all_that_came_name_the_missing_ones():
+    store = HashStore()
+    errors = on_threads([0, 2], lambda rank: exchange(store, "t", rank, range(4), "", SHORT))
+    for rank, error in errors.items():
+        assert isinstance(error, CollectiveTimeout)
+        assert error.missing == (1, 3)
+        assert f"rank {rank} waited 0.5 s for ranks 1, 3 of 4" in str(error)
+
+
+def test_a_missing_collector_is_named_by_the_others():
+    error = on_threads([1], lambda rank: exchange(HashStore(), "t", rank, range(2), "", SHORT))[1]
+    assert isinstance(error, CollectiveTimeout)
+    assert error.missing == (0,)
+
+
+def test_the_caller_words_the_error():
+    with pytest.raises(CollectiveTimeout, match=r"nobody called \[1\]"):
+        exchange(
+            HashStore(),
+            "t",
+            0,
+            range(2),
+            "",
+            SHORT,
+            describe_missing=lambda missing: f"nobody called {missing}",
+        )
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_peer_that_ended_is_noticed_by_its_pid_long_before_the_time_limit(ended_pid, victim):
+    """It published its value, which holds its pid, and ended before the last rank came."""
+    store = HashStore()
+    store.set(f"t/{victim}", str(ended_pid))
+    alive = [rank for rank in (0, 1, 2) if rank != victim]
+    began = time.monotonic()
+    errors = on_threads(
+        alive, lambda rank: exchange(store, "t", rank, range(4), "1", LONG, pid_in=int)
+    )
+    assert time.monotonic() - began < 10
+    for error in errors.values():
+        assert isinstance(error, PeerLost)
+        assert (error.rank, error.pid, error.exitcode) == (victim, ended_pid, 3)
+
+
+def test_an_exchange_can_be_cancelled():
+    store = HashStore()
+    timer = threading.Timer(0.2, lambda: store.set("gone", "1"))
+    timer.start()
+    errors = on_threads(
+        [0, 1], lambda rank: exchange(store, "t", rank, range(3), "", LONG, cancel_key="gone")
+    )
+    timer.join()
+    assert {type(error) for error in errors.values()} == {ExchangeCancelled}
+
+
+def test_a_lost_store_is_a_lost_peer():
+    class Gone:
+        def set(self, key, value):
+            raise RuntimeError("Connection reset by peer\nmore")
+
+    with pytest.raises(PeerLost, match=r"lost the store .* \(Connection reset by peer\)"):
+        exchange(Gone(), "t", 1, range(2), "", LONG)
+
+
+def test_waiting_for_what_one_peer_publishes(ended_pid):
+    store = HashStore()
+    store.set("here", "it")
+    assert wait_for_peer(store, "here", 1, 0, LONG, {0: ended_pid}, "the memory") == "it"
+    with pytest.raises(PeerLost, match=rf"rank 0 \(pid {ended_pid}\)"):
+        wait_for_peer(store, "not here", 1, 0, LONG, {0: ended_pid}, "the memory")
+    with pytest.raises(CollectiveTimeout, match=r"rank 1 waited 0\.5 s for the memory"):
+        wait_for_peer(store, "not here", 1, 0, SHORT, {}, "the memory")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([1, 2], "ranks 1, 2"), (range(20), "ranks 0, .*, 15 and 4 more")],
+)
+def test_lists_of_ranks(ranks, text):
+    assert re.fullmatch(text, format_ranks(list(ranks)))
