@@ -101,14 +101,14 @@ class Communicator:
         self.names = list(names)
         self.timeout = timeout
         quick = abi.library_holding_gil()
-        quick.plc_comm_called_by(handle, abi.interpreter())
+        quick.plc_comm_set_interpreter(handle, abi.interpreter())
         self._run, self._request_wait, self._message_wait = (
             quick.plc_run,
             quick.plc_request_wait,
             quick.plc_message_wait,
         )
         self._allreduce = quick.plc_allreduce
-        self._say = quick.plc_comm_say
+        self._say = quick.plc_comm_publish_error
         # Freed when no thread can be inside a method any more. Not at exit: the process's end tells
         # the peers more.
         weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
@@ -175,7 +175,7 @@ class Communicator:
                     _unwatch(watched, local)
                 _check(status, "join the segment")
                 comm = cls(handle, local, watched, ranks, timeout)
-            status = core.plc_comm_settle(handle, allow_direct)
+            status = core.plc_comm_probe_direct_reads(handle, allow_direct)
             if status:
                 raise comm.error(status, Kind.BARRIER)
         except BaseException:
@@ -213,7 +213,7 @@ class Communicator:
     def words_of(self, local: int) -> str:
         """What a rank of this host has said."""
         room = C.create_string_buffer(ERROR_TEXT_BYTES)
-        length = self._core.plc_comm_words(self.handle, local, room, ERROR_TEXT_BYTES)
+        length = self._core.plc_comm_error_text(self.handle, local, room, ERROR_TEXT_BYTES)
         return room.raw[:length].decode(errors="replace")
 
     @property
