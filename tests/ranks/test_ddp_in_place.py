@@ -10,7 +10,7 @@ import torch
 import paceline
 from paceline.ddp import shm_transport
 from paceline.ddp.buckets import InPlaceBucket
-from tests.faults import test_ddp_all_or_none as failing
+from tests.faults import test_ddp_atomic_step as failing
 from tests.harness import init_group, run_ranks
 from tests.ranks import test_ddp_exact as exact
 from tests.ranks import test_ddp_models as models

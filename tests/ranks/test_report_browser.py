@@ -12,7 +12,7 @@ import pytest
 from paceline.diagnostics.report_page import write_report
 from paceline.telemetry.status_page import Phase
 from paceline.telemetry.trace_file import Kind, TraceWriter
-from tests.unit.test_observe_trace import write_run
+from tests.unit.test_trace_file import write_run
 
 FLAGS = (
     "--headless",

@@ -18,9 +18,11 @@ PACKAGE = ROOT / "src" / "paceline"
 # Lowest first. A module may import from its own layer's package and from lower layers only.
 LAYERS = [
     ["_version"],
-    ["errors", "_linux", "_malloc"],
+    ["errors", "_linux", "_malloc", "_interpreter", "_pytree", "_state_dict", "_torch_internals"],
     ["rank_env", "failure_channel"],
-    ["_backend_registration"],  # reaches up to `backend` inside a function, when torch asks for a group
+    [
+        "_backend_registration"
+    ],  # reaches up to `backend` inside a function, when torch asks for a group
     ["core"],
     ["backend"],
     ["telemetry"],
@@ -120,7 +122,8 @@ def test_all_equals_the_public_names(name):
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
     public = {n for n in defined if not n.startswith("_")}
-    is_package = modules()[name].name == "__init__.py"
+    # `_torch_internals` offers torch's names under its own, as a package does its modules'.
+    is_package = modules()[name].name == "__init__.py" or name == "paceline._torch_internals"
     if declared is None:
         assert not public or name.endswith(("__main__", "_version")), (
             f"{name} has no __all__ but defines {public}"
