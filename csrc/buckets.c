@@ -6,13 +6,13 @@
  * All counters only grow: use number u of a bucket is complete at u * ranks arrivals and u * chunks finished chunks.
  *
  * A bucket of its own memory is one that is not worth copying here: its ranks wait for each other and sum it through
- * rings, see rings.h, for which a part of the regions is set aside.
+ * rings, see pipeline.h, for which a part of the regions is set aside.
  */
 #include <errno.h>
 #include <stdlib.h>
 #include <sys/mman.h>
 
-#include "rings.h"
+#include "pipeline.h"
 
 #define CHUNK_BYTES (64 * 1024)
 #define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
@@ -26,9 +26,9 @@ typedef struct {
 } note;
 
 typedef struct {
-    signal_word arrived;
+    event_count arrived;
     _Alignas(CACHE_LINE) _Atomic uint64_t claimed;
-    signal_word done;
+    event_count done;
 } bucket_control;
 
 typedef struct {
@@ -52,7 +52,7 @@ struct plc_arena {
 };
 
 typedef struct {
-    signal_word progress[RING_STEPS];
+    event_count progress[PIPELINE_STEPS];
 } ring_control;
 
 /* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
@@ -258,7 +258,7 @@ int plc_bucket_ready(plc_arena *arena, uint32_t index) {
     bucket_control *c = control_of(arena, index);
     uint32_t uses = ++arena->table[index].uses;
     bool last = atomic_fetch_add(&c->arrived.value, 1) + 1 == uses * arena->ranks;
-    atomic_store(uses_of(arena, arena->rank, index), uses); /* after the count, as in `arrive` */
+    atomic_store(uses_of(arena, arena->rank, index), uses); /* after the count, as in `next_phase` */
     if (last) wake(&c->arrived);
     return PLC_OK;
 }
@@ -294,7 +294,7 @@ static int compare_definitions(plc_arena *arena, uint32_t index) {
 static int all_are_in(plc_arena *arena, uint32_t index, int64_t deadline) {
     const bucket *b = &arena->table[index];
     bucket_wait context = {arena, index};
-    signal_word *arrived = &control_of(arena, index)->arrived;
+    event_count *arrived = &control_of(arena, index)->arrived;
     int status = wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
     return status == PLC_OK && !b->compared ? compare_definitions(arena, index) : status;
 }
@@ -305,7 +305,7 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
     int status = all_are_in(arena, index, deadline);
     if (status != PLC_OK) return status;
-    if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) caller_waits();
+    if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) gil_release();
     help(arena, index);
     return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
 }
@@ -313,12 +313,12 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].uses == 0 || arena->table[index].ring_bytes != 0)
         return PLC_INVALID;
-    caller_scope scope;
-    if (!step_in(arena->comm)) return PLC_ABORTED;
-    caller_enters(&scope, arena->comm);
+    gil_scope scope;
+    if (!comm_enter(arena->comm)) return PLC_ABORTED;
+    gil_scope_enter(&scope, arena->comm);
     int status = finish(arena, index, timeout_ns);
-    caller_returns(&scope);
-    step_out(arena->comm);
+    gil_scope_exit(&scope);
+    comm_exit(arena->comm);
     return status;
 }
 
@@ -328,7 +328,7 @@ static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t dead
     const bucket *b = &arena->table[index];
     uint64_t half = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
     unsigned char *room = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
-    rings p = {.comm = arena->comm,
+    pipeline p = {.comm = arena->comm,
                .deadline = deadline,
                .input = data,
                .output = data,
@@ -352,24 +352,24 @@ static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t dead
         if (w.divisor != 0) p.factor = 1.0 / (double)w.divisor;
         else p.weight = w.weights[arena->rank];
     }
-    rings_plan(&p);
-    int status = rings_run(&p, false);
+    pipeline_plan(&p);
+    int status = pipeline_run(&p, false);
     if (status == PLC_OK) arena->blocks += (uint32_t)p.blocks;
     return status;
 }
 
 int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].ring_bytes == 0) return PLC_INVALID;
-    caller_scope scope;
-    if (!step_in(arena->comm)) return PLC_ABORTED;
-    caller_enters(&scope, arena->comm);
+    gil_scope scope;
+    if (!comm_enter(arena->comm)) return PLC_ABORTED;
+    gil_scope_enter(&scope, arena->comm);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
     int status = plc_bucket_ready(arena, index);
     if (status == PLC_OK) status = all_are_in(arena, index, deadline);
-    caller_waits();
+    gil_release();
     if (status == PLC_OK) status = reduce_own(arena, index, data, deadline);
-    caller_returns(&scope);
-    step_out(arena->comm);
+    gil_scope_exit(&scope);
+    comm_exit(arena->comm);
     return status;
 }
 

@@ -11,11 +11,11 @@
 #define SLICE_NS (50 * 1000 * 1000)
 #define SPINS_BETWEEN_CLOCK_READS 64
 
-uint64_t plc_flag_bytes(void) { return sizeof(signal_word); }
+uint64_t plc_flag_bytes(void) { return sizeof(event_count); }
 
-void plc_flag_raise(void *flag) { advance((signal_word *)flag, 1); }
+void plc_flag_raise(void *flag) { advance((event_count *)flag, 1); }
 
-static bool raised(signal_word *flag, uint32_t target) {
+static bool raised(event_count *flag, uint32_t target) {
     return (int32_t)(atomic_load_explicit(&flag->value, memory_order_acquire) - target) >= 0;
 }
 
@@ -24,7 +24,7 @@ static bool has_ended(int pidfd) {
     return pidfd >= 0 && poll(&p, 1, 0) == 1;
 }
 
-static bool spin(signal_word *flag, uint32_t target, int64_t end) {
+static bool spin(event_count *flag, uint32_t target, int64_t end) {
     do {
         for (int i = 0; i < SPINS_BETWEEN_CLOCK_READS; i++) {
             if (raised(flag, target)) return true;
@@ -39,7 +39,7 @@ static bool spin(signal_word *flag, uint32_t target, int64_t end) {
 }
 
 int plc_flag_wait(void *word, uint32_t target, int pidfd, int64_t spin_ns, int64_t timeout_ns) {
-    signal_word *flag = word;
+    event_count *flag = word;
     int64_t start = now_ns(), deadline = timeout_ns > INT64_MAX - start ? INT64_MAX : start + timeout_ns;
     if (spin(flag, target, start + spin_ns)) return PLC_OK;
     for (;;) {

@@ -1,13 +1,25 @@
-/* What the files of the core share: the layout of the segment and the steps every collective is made of.
+/* What the files of the core share: the layout of the segment and the steps of every collective.
  *
  * Vocabulary
- *   segment   one piece of shared memory per communicator
- *   record    one per rank in the segment: who it is, what it is calling
- *   slot      staging memory; each rank owns two and writes them in turn
- *   phase     all ranks have arrived; numbered from 1, the same on every rank
+ *   segment      the shared memory of one communicator
+ *   record       one per rank in the segment: its state and the call it is making
+ *   slot         staging memory; each rank owns two and writes them in turn
+ *   phase        a point that all ranks have reached; numbered from 1, the same on every rank
+ *   event count  a counter in shared memory that ranks wait on
  *
- * Why two slots are enough: a rank writes slot S in use u, then passes a phase, then everyone reads. It writes S
- * again in use u+2, after the phase of use u+1, at which every rank arrived only when it had read use u.
+ * Design
+ * One wait. Everything that blocks on a peer goes through wait_for (wait.c): it spins, then sleeps
+ * on a futex in slices, and between slices checks for an abort, a peer that died or left, and the
+ * deadline. So no collective has error handling of its own beyond returning the status.
+ *
+ * Headers before data. Every collective starts with enter_and_compare (phases.c): each rank
+ * publishes its call, all wait for each other, and each compares all calls. They see the same
+ * headers and reach the same conclusion, so either all ranks go on or all return PLC_MISMATCH
+ * with no data touched.
+ *
+ * Why two slots are enough: a rank writes slot S in use u, then passes a phase, then everyone
+ * reads. It writes S again in use u+2, after the phase of use u+1, which every rank reached only
+ * after it had read use u.
  */
 #ifndef PACELINE_INTERNAL_H
 #define PACELINE_INTERNAL_H
@@ -33,24 +45,27 @@
 
 enum { STATE_ABSENT = 0, STATE_JOINED = 1, STATE_LEFT = 2 };
 
-/* A word that ranks wait on: it only grows, and whoever makes it grow wakes the sleepers. */
+/* A counter that ranks wait on. It only grows; whoever advances it wakes the sleepers. */
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t value;
     _Atomic uint32_t sleepers;
-} signal_word;
+} event_count;
 
-enum { STAGED, SUMMED, FETCHED, RING_STEPS }; /* see rings.h */
+enum { STAGED, SUMMED, FETCHED, PIPELINE_STEPS }; /* see pipeline.h */
 
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t state;
     int32_t pid;
-    _Alignas(CACHE_LINE) plc_call calls[2]; /* by slot in use, so that a fast rank does not overwrite what is read */
-    uint64_t input_at[2], output_at[2];     /* where its data lies in its own memory, for direct reads */
-    uint64_t probe_at;                      /* a word in its memory, to find out whether peers may read there */
-    uint32_t reads_all;                     /* it could read every peer's word */
-    _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank arrived at */
-    signal_word progress[RING_STEPS]; /* blocks this rank has staged, summed and fetched */
-    signal_word doorbell;             /* rung by peers when a message channel moved */
+    /* By slot in use, so that a fast rank does not overwrite what is being read. */
+    _Alignas(CACHE_LINE) plc_call calls[2];
+    /* For direct reads: where this rank's data is in its own memory, a word there that peers try to
+     * read, and whether this rank could read every peer's. */
+    uint64_t input_at[2], output_at[2];
+    uint64_t probe_at;
+    uint32_t reads_all;
+    _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank reached */
+    event_count progress[PIPELINE_STEPS]; /* blocks this rank has staged, summed and fetched */
+    event_count doorbell;                 /* advanced by peers when a message channel moved */
 } rank_record;
 
 typedef struct {
@@ -58,40 +73,42 @@ typedef struct {
     uint32_t abi;
     uint32_t ranks;
     uint64_t nonce[2];
-    uint64_t bytes, slots_at, channels_at, words_at;
+    uint64_t bytes, slots_at, channels_at, error_texts_at;
     plc_config config;
-    _Alignas(CACHE_LINE) _Atomic uint64_t failure; /* first failure wins: status, rank and what it concerns */
-    signal_word arrivals;
+    _Alignas(CACHE_LINE) _Atomic uint64_t failure; /* the first one wins: status and rank */
+    event_count arrivals;
     rank_record records[];
 } segment;
 
-/* One direction between two ranks: a ring of bytes. Only the sender moves head, only the receiver tail. */
+/* One direction between two ranks: a ring of bytes. Only the sender moves head, only the receiver
+ * tail. `refused` is the number of the last message whose receive expected another size, which is
+ * `wanted_bytes`. */
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint64_t head;
     _Alignas(CACHE_LINE) _Atomic uint64_t tail;
-    _Atomic uint32_t refused; /* number of the last message whose receive wanted another size, and which size */
+    _Atomic uint32_t refused;
     uint64_t wanted_bytes;
     _Alignas(CACHE_LINE) unsigned char ring[];
 } channel;
 
-/* What a rank leaves for its peers to read. It only grows, so nobody ever reads half of it. */
+/* The error a rank leaves for its peers to read. It only grows, so nobody ever reads half of it. */
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint64_t length;
-    char text[PLC_WORDS_BYTES];
-} words;
+    char text[PLC_ERROR_TEXT_BYTES];
+} error_text;
 
-typedef struct post_office post_office;
+typedef struct message_queue message_queue;
 
 struct plc_comm {
     uint32_t rank, ranks;
     segment *shared;
     bool owns_mapping;
     plc_config config;
-    int *pidfds; /* by rank, -1 where unknown */
-    uint32_t phase;    /* last phase this rank arrived at */
-    uint32_t slot;     /* which of the two slots the next use writes */
-    uint32_t blocks;   /* blocks that went through the rings so far */
-    bool direct;       /* every rank may read every other's memory */
+    int *pidfds;               /* by rank, -1 where unknown */
+    uint32_t phase;            /* last phase this rank reached */
+    uint32_t slot;             /* which of the two slots the next use writes */
+    uint32_t blocks;           /* blocks that went through the pipeline so far */
+    bool direct;               /* every rank may read every other's memory */
     _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
     plc_call *mismatched; /* the calls of the last mismatch, under failure_lock */
@@ -99,8 +116,8 @@ struct plc_comm {
     _Atomic uint32_t failed; /* failure.status, readable without the lock */
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
     _Atomic uint32_t inside; /* threads of this process inside a call */
-    int32_t owner;           /* the process that joined */
-    plc_caller caller;       /* zeros: a caller without a lock */
+    int32_t owner;           /* pid of the process that joined */
+    plc_interpreter interpreter; /* zeros: the caller has no GIL */
     pthread_mutex_t failure_lock;
 
     /* Asynchronous requests run on one thread, in the order they were submitted. */
@@ -110,90 +127,97 @@ struct plc_comm {
     bool worker_started, stopping, running;
     plc_request *queue_head, *queue_tail;
 
-    post_office *post; /* messages; made on first use */
-    pthread_mutex_t post_lock;
+    message_queue *messages; /* made on first use */
+    pthread_mutex_t message_lock;
 };
 
-/* --- wait.c ----------------------------------------------------------------------------------------------------- */
+/* --- wait.c ----------------------------------------------------------------------------------- */
 int64_t now_ns(void);
 int64_t deadline_after(const plc_comm *comm, int64_t timeout_ns);
-/* Wait until word - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters (NULL: all others). */
+/* Wait until event - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters
+ * (NULL: all others). */
 typedef bool (*needed_fn)(const plc_comm *comm, uint32_t rank, const void *context);
-int wait_for(plc_comm *comm, signal_word *word, uint32_t target, int64_t deadline, needed_fn needed, const void *context);
-/* Wait until the word differs from `seen`, at most until `deadline`: PLC_OK or PLC_TIMEOUT. Checks nothing else. */
-int wait_change(const plc_comm *comm, signal_word *word, uint32_t seen, int64_t deadline);
-void advance(signal_word *word, uint32_t by); /* add and wake */
-void wake(signal_word *word);
+int wait_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
+             needed_fn needed, const void *context);
+/* Wait until the count differs from `seen`, at most until `deadline`: PLC_OK or PLC_TIMEOUT. Checks
+ * nothing else. */
+int wait_change(const plc_comm *comm, event_count *event, uint32_t seen, int64_t deadline);
+void advance(event_count *event, uint32_t by); /* add and wake */
+void wake(event_count *event);
 bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left);
-int raise_failure(plc_comm *comm, uint32_t status, int32_t rank);
-/* The time of rank `whose` was up while it, and this rank, needed others: those are named as missing. */
-int raise_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context);
+int record_failure(plc_comm *comm, uint32_t status, int32_t rank);
+/* The deadline of rank `whose` passed while it, and this rank, needed others: those are recorded as
+ * missing. */
+int record_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context);
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);
 
-/* --- caller.c ---------------------------------------------------------------------------------------------------- */
-typedef struct caller_scope {
+/* --- gil.c ------------------------------------------------------------------------------------ */
+typedef struct gil_scope {
     plc_comm *comm;
-    const plc_caller *caller; /* NULL: no lock */
-    void *state;
-    bool let_go, stopped, executes; /* executes: a collective is on this thread's stack */
-    struct caller_scope *outer;
-} caller_scope;
-void caller_enters(caller_scope *scope, plc_comm *comm);
-void caller_returns(caller_scope *scope);
-void caller_waits(void); /* about to take long: let the lock go */
-bool caller_stops(void); /* ask; true at most once a call */
-bool caller_is_inside(const plc_comm *comm);
+    const plc_interpreter *interpreter; /* NULL: no GIL */
+    void *thread_state;
+    bool released, interrupted;
+    bool in_collective; /* a collective is on this thread's stack */
+    struct gil_scope *outer;
+} gil_scope;
+void gil_scope_enter(gil_scope *scope, plc_comm *comm);
+void gil_scope_exit(gil_scope *scope);
+void gil_release(void);     /* before anything long; does nothing if it was released already */
+bool gil_interrupted(void); /* check signals; true at most once a call */
+bool gil_in_collective(const plc_comm *comm);
 
-/* --- comm.c ----------------------------------------------------------------------------------------------------- */
+/* --- comm.c ----------------------------------------------------------------------------------- */
 unsigned char *slot_of(const plc_comm *comm, uint32_t rank, uint32_t slot);
 channel *channel_of(const plc_comm *comm, uint32_t from, uint32_t to);
-/* Around every call that uses more than the handle: leaving waits until nobody is inside, and nobody enters after. */
-bool step_in(plc_comm *comm);
-void step_out(plc_comm *comm);
+/* Around every call that uses more than the handle: leaving waits until nobody is inside, and
+ * nobody enters after. */
+bool comm_enter(plc_comm *comm);
+void comm_exit(plc_comm *comm);
 
-/* --- phases.c: the steps of a collective ------------------------------------------------------------------------- */
+/* --- phases.c: the steps of a collective ------------------------------------------------------ */
 typedef struct {
     plc_comm *comm;
     const plc_request *request;
     int64_t deadline;
-    uint32_t slot;  /* the slot pair in use */
+    uint32_t slot;  /* the slot in use */
     uint64_t label; /* compared, as the rest of the call */
-} passage;
+} op_context;
 uint32_t next_slot(plc_comm *comm);
-int arrive(plc_comm *comm, int64_t deadline); /* one phase */
-/* First phase of every collective: say what this rank calls, wait for all, compare. */
-int meet(passage *at, uint64_t count);
-bool calls_agree(const plc_comm *comm, const plc_call *calls, bool same_count);
+int next_phase(plc_comm *comm, int64_t deadline);
+/* First phase of every collective: publish this rank's call, wait for all ranks, compare. */
+int enter_and_compare(op_context *ctx, uint64_t count);
+bool calls_match(const plc_comm *comm, const plc_call *calls, bool same_count);
 
-/* --- one function per collective, each in its file ----------------------------------------------------------------- */
-int run_barrier(passage *at);
-int run_allreduce(passage *at);
-int run_reduce(passage *at);
-int run_broadcast(passage *at);
-int run_allgather(passage *at); /* and gather */
-int run_reduce_scatter(passage *at);
-int run_alltoall(passage *at); /* and scatter */
+/* --- one function per collective, each in its file -------------------------------------------- */
+int run_barrier(op_context *ctx);
+int run_allreduce(op_context *ctx);
+int run_reduce(op_context *ctx);
+int run_broadcast(op_context *ctx);
+int run_allgather(op_context *ctx); /* and gather */
+int run_reduce_scatter(op_context *ctx);
+int run_alltoall(op_context *ctx); /* and scatter */
 
-/* --- kernels.c ---------------------------------------------------------------------------------------------------- */
+/* --- kernels.c -------------------------------------------------------------------------------- */
 bool can_reduce(uint32_t dtype, uint32_t op);
 /* out[i] = op over ranks of inputs[r][i], r ascending. out may be one of the inputs. */
-void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
-                  double factor);
+void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                  uint32_t dtype, uint32_t op, double factor);
 /* The same, written to two places in one pass. Neither may be an input but `out`. */
-void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count,
-                        uint32_t dtype, uint32_t op, double factor);
-void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
-                      double factor, uint64_t divisor);
+void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks,
+                        uint64_t count, uint32_t dtype, uint32_t op, double factor);
+void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                      uint32_t dtype, uint32_t op, double factor, uint64_t divisor);
 
-/* --- direct.c ------------------------------------------------------------------------------------------------------ */
+/* --- direct_read.c ---------------------------------------------------------------------------- */
 /* Copy from a peer's own memory. */
-int read_from(plc_comm *comm, uint32_t rank, void *to, uint64_t from, uint64_t bytes);
+int direct_read(plc_comm *comm, uint32_t rank, void *to, uint64_t from, uint64_t bytes);
 
-/* --- messages.c --------------------------------------------------------------------------------------------------- */
-void post_office_close(plc_comm *comm);
-/* --- queue.c ------------------------------------------------------------------------------------------------------ */
-void queue_close(plc_comm *comm);
+/* --- message_queue.c -------------------------------------------------------------------------- */
+void message_queue_close(plc_comm *comm);
+
+/* --- request_queue.c -------------------------------------------------------------------------- */
+void request_queue_close(plc_comm *comm);
 
 #endif

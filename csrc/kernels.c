@@ -1,8 +1,9 @@
 /* Reductions: out[i] = op over ranks of inputs[r][i], always in ascending order of rank.
  *
- * float16 and bfloat16 accumulate in float32 and round once. No multiply-add is fused (see the build flags), and every
- * instruction set does the same operations in the same order, so all machines of one kind give the same bits.
- * The loops are plain C; `kernels_for_isa.h` compiles them once per instruction set and the best is chosen at run time.
+ * float16 and bfloat16 accumulate in float32 and round once. No multiply-add is fused (see the
+ * build flags), and every instruction set does the same operations in the same order, so all
+ * machines of one kind give the same bits. The loops are plain C; `kernels_for_isa.h` compiles them
+ * once per instruction set and the best is chosen at run time.
  */
 #include "internal.h"
 
@@ -15,8 +16,8 @@
 #define INLINE static inline __attribute__((always_inline))
 
 /* `copy`: NULL, or a second place for the result. */
-typedef void (*kernel)(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count, double factor,
-                       uint64_t divisor);
+typedef void (*kernel)(void *out, void *copy, const void *const *inputs, uint32_t ranks,
+                       uint64_t count, double factor, uint64_t divisor);
 typedef struct {
     float re, im;
 } complex64;
@@ -51,7 +52,8 @@ INLINE float load_f16(uint16_t h) {
 }
 
 INLINE uint16_t store_f16(float f) {
-    const uint32_t half_of_tiny = (127u - 15u + 23u - 10u + 1u) << 23; /* adding it rounds a subnormal in place */
+    /* Adding it rounds a subnormal in place. */
+    const uint32_t half_of_tiny = (127u - 15u + 23u - 10u + 1u) << 23;
     uint32_t u = float_to_bits(f), sign = u & 0x80000000u;
     u ^= sign;
     uint32_t large = u > (255u << 23) ? 0x7e00u : 0x7c00u;
@@ -125,8 +127,10 @@ static instruction_set known_set(uint32_t index) {
     __builtin_cpu_init();
     if (index == 0)
         return (instruction_set){"avx512", table_avx512,
-                                 __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                                     __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")};
+                                 __builtin_cpu_supports("avx512f") &&
+                                     __builtin_cpu_supports("avx512bw") &&
+                                     __builtin_cpu_supports("avx512dq") &&
+                                     __builtin_cpu_supports("avx512vl")};
     if (index == 1) return (instruction_set){"avx2", table_avx2, __builtin_cpu_supports("avx2")};
 #endif
     (void)index;
@@ -151,46 +155,49 @@ const char *plc_instruction_set(void) { return choose(NULL).name; }
 
 uint64_t plc_element_bytes(uint32_t dtype) {
     static const uint8_t bytes[PLC_DTYPES] = {
-        [PLC_U8] = 1, [PLC_I8] = 1, [PLC_U16] = 2, [PLC_I16] = 2, [PLC_U32] = 4, [PLC_I32] = 4, [PLC_U64] = 8,
-        [PLC_I64] = 8, [PLC_F16] = 2, [PLC_BF16] = 2, [PLC_F32] = 4, [PLC_F64] = 8, [PLC_C32] = 4, [PLC_C64] = 8,
+        [PLC_U8] = 1, [PLC_I8] = 1, [PLC_U16] = 2, [PLC_I16] = 2, [PLC_U32] = 4, [PLC_I32] = 4,
+        [PLC_U64] = 8, [PLC_I64] = 8, [PLC_F16] = 2, [PLC_BF16] = 2, [PLC_F32] = 4, [PLC_F64] = 8,
+        [PLC_C32] = 4, [PLC_C64] = 8,
         [PLC_C128] = 16, [PLC_BOOL] = 1, [PLC_BYTES] = 1};
     return dtype < PLC_DTYPES ? bytes[dtype] : 0;
 }
 
 static kernel kernel_for(uint32_t dtype, uint32_t op) {
-    static _Atomic(kernel_table) best; /* asked for in every call; the same answer for the life of the process */
+    /* Asked for in every call; the same answer for the life of the process. */
+    static _Atomic(kernel_table) best;
     if (dtype >= PLC_DTYPES || op >= PLC_OPS) return NULL;
     kernel_table table = atomic_load_explicit(&best, memory_order_relaxed);
-    if (table == NULL) atomic_store_explicit(&best, table = choose(NULL).table, memory_order_relaxed);
+    if (table == NULL)
+        atomic_store_explicit(&best, table = choose(NULL).table, memory_order_relaxed);
     return table[dtype][op];
 }
 
 bool can_reduce(uint32_t dtype, uint32_t op) { return kernel_for(dtype, op) != NULL; }
 
-void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
-                      double factor, uint64_t divisor) {
+void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                      uint32_t dtype, uint32_t op, double factor, uint64_t divisor) {
     kernel_for(dtype, op)(out, NULL, inputs, ranks, count, factor, divisor);
 }
 
-void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
-                  double factor) {
+void reduce_block(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                  uint32_t dtype, uint32_t op, double factor) {
     reduce_block_for(out, inputs, ranks, count, dtype, op, factor, ranks);
 }
 
-void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks, uint64_t count,
-                        uint32_t dtype, uint32_t op, double factor) {
+void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32_t ranks,
+                        uint64_t count, uint32_t dtype, uint32_t op, double factor) {
     kernel_for(dtype, op)(out, copy, inputs, ranks, count, factor, ranks);
 }
 
-int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
-                     double factor) {
+int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                     uint32_t dtype, uint32_t op, double factor) {
     if (!can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
     reduce_block(out, inputs, ranks, count, dtype, op, factor);
     return PLC_OK;
 }
 
-int plc_reduce_with(const char *name, void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
-                    uint32_t dtype, uint32_t op, double factor) {
+int plc_reduce_with(const char *name, void *out, const void *const *inputs, uint32_t ranks,
+                    uint64_t count, uint32_t dtype, uint32_t op, double factor) {
     instruction_set set = choose(name);
     if (set.table == NULL || !can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
     set.table[dtype][op](out, NULL, inputs, ranks, count, factor, ranks);
@@ -204,7 +211,8 @@ int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor
     return PLC_OK;
 }
 
-/* Four independent multiply-rotate lanes over 8-byte words: as fast as memory, and any changed bit shows. */
+/* Four independent multiply-rotate lanes over 8-byte words: as fast as memory, and any changed bit
+ * shows. */
 uint64_t plc_digest(const void *data, uint64_t bytes, uint64_t seed) {
     const uint64_t p = 0x9e3779b97f4a7c15ull;
     const unsigned char *at = data;

@@ -1,8 +1,9 @@
 /* The C ABI of Paceline's native core: collectives over shared memory for the ranks of one host.
  *
- * Plain C, no torch, no Python. Every function that can fail returns a plc_status; nothing prints, nothing exits.
- * Every wait has a deadline, notices peers that died, and can be ended by plc_comm_abort from another thread.
- * No global state: a process may hold any number of communicators.
+ * Plain C, no torch, no Python. Every function that can fail returns a plc_status; nothing prints,
+ * nothing exits. Every wait has a deadline, notices peers that died, and can be ended by
+ * plc_comm_abort from another thread. No global state: a process may hold any number of
+ * communicators.
  */
 #ifndef PACELINE_CORE_H
 #define PACELINE_CORE_H
@@ -16,24 +17,24 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 6
+#define PLC_ABI_VERSION 7
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
-#define PLC_WORDS_BYTES (16 * 1024) /* room for what a rank says */
+#define PLC_ERROR_TEXT_BYTES (16 * 1024) /* room for the error a rank publishes */
 
 typedef enum {
     PLC_OK = 0,
-    PLC_MISMATCH = 1,  /* ranks made different calls; plc_comm_calls tells which */
-    PLC_TIMEOUT = 2,   /* the deadline passed; plc_comm_failure tells who is missing */
+    PLC_MISMATCH = 1,  /* ranks made different calls; plc_comm_calls lists them */
+    PLC_TIMEOUT = 2,   /* the deadline passed; plc_comm_failure names who is missing */
     PLC_PEER_LOST = 3, /* a peer's process ended */
     PLC_PEER_LEFT = 4, /* a peer left the communicator in good order while this rank needed it */
     PLC_ABORTED = 5,   /* plc_comm_abort was called, here or by a peer, or a peer gave up */
     PLC_INVALID = 6,   /* arguments that cannot be served */
-    PLC_SYSTEM = 7,    /* the operating system refused; errno is kept */
+    PLC_SYSTEM = 7,    /* a system call failed; errno is kept */
     PLC_PENDING = 8,   /* not finished yet */
     PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
-    PLC_NESTED = 10,   /* called from within a call on the same communicator (by a signal handler) */
+    PLC_NESTED = 10,   /* called by a signal handler within a call on the same communicator */
 } plc_status;
 
 typedef enum {
@@ -52,18 +53,18 @@ typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
     PLC_KINDS,
-    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where those of the ranks differ */
+    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ */
 } plc_kind;
 
 typedef struct plc_comm plc_comm;
 
-/* What a rank says about its call before anyone touches data. Peers compare it. */
+/* The header of a call: what a rank publishes before anyone touches data. Peers compare it. */
 typedef struct {
     uint64_t sequence; /* number of this call on this communicator */
     uint32_t kind, dtype, op;
     int32_t root;
     uint64_t count; /* elements (bytes for PLC_BYTES) this rank contributes */
-    uint64_t label; /* the caller's own word about the call (say, the element type behind PLC_BYTES) */
+    uint64_t label; /* the caller's own, for example the element type behind PLC_BYTES */
 } plc_call;
 
 /* One collective. Pointers stay valid until it has finished. */
@@ -71,7 +72,7 @@ typedef struct {
     uint32_t kind, dtype, op;
     int32_t root;
     uint64_t label;
-    uint64_t count;             /* elements of `input` (of each block for REDUCE_SCATTER with equal blocks) */
+    uint64_t count;             /* elements of `input` (REDUCE_SCATTER: of each equal block) */
     const void *input;
     void *output;               /* may equal input */
     const void *const *inputs;  /* one pointer a rank: SCATTER (root), REDUCE_SCATTER, ALLTOALL */
@@ -113,77 +114,87 @@ typedef struct {
 
 typedef struct {
     uint32_t status;
-    int32_t rank;           /* the peer concerned, -1 if none; for PLC_TIMEOUT the rank whose time was up */
-    uint64_t sequence;      /* call in which it was noticed */
+    int32_t rank;      /* the peer concerned, -1 if none; PLC_TIMEOUT: whose deadline passed */
+    uint64_t sequence; /* call in which it was noticed */
     uint32_t missing_count;
     uint32_t missing[PLC_MAX_RANKS]; /* ranks that had not arrived */
 } plc_failure;
 
-/* --- about the library ------------------------------------------------------------------------------------------ */
+/* --- about the library ------------------------------------------------------------------------ */
 PLC_API int plc_abi_version(void);
 PLC_API const char *plc_instruction_set(void);
 PLC_API uint64_t plc_element_bytes(uint32_t dtype);
 /* out = op over inputs[0..ranks-1], in that order, with the arithmetic of ALLREDUCE. */
-PLC_API int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count, uint32_t dtype,
-                             uint32_t op, double factor);
-/* The same with the instructions of one set by name ("avx2"), to compare them; PLC_INVALID where there are none. */
-PLC_API int plc_reduce_with(const char *instruction_set, void *out, const void *const *inputs, uint32_t ranks,
-                            uint64_t count, uint32_t dtype, uint32_t op, double factor);
-/* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue elsewhere. */
+PLC_API int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
+                             uint32_t dtype, uint32_t op, double factor);
+/* The same with the instructions of one set by name ("avx2"), to compare them; PLC_INVALID where
+ * there are none. */
+PLC_API int plc_reduce_with(const char *instruction_set, void *out, const void *const *inputs,
+                            uint32_t ranks, uint64_t count, uint32_t dtype, uint32_t op,
+                            double factor);
+/* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue
+ * elsewhere. */
 PLC_API int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor);
 /* A digest of bytes, the same on every machine of one byte order. */
 PLC_API uint64_t plc_digest(const void *data, uint64_t bytes, uint64_t seed);
 
-/* --- communicators ---------------------------------------------------------------------------------------------- */
+/* --- communicators ---------------------------------------------------------------------------- */
 PLC_API uint64_t plc_segment_bytes(uint32_t ranks, const plc_config *config);
-/* Prepare a fresh mapping-sized file for `ranks` ranks. Called once, by the rank that made the descriptor. */
-PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config, const uint64_t nonce[2]);
-/* Join through a descriptor, or through an existing mapping when fd is -1 (ranks as threads). pidfds: one descriptor
- * a rank, -1 where liveness cannot be watched; owned by the caller, kept open while the communicator lives. */
-PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks, const uint64_t nonce[2],
-                          const plc_config *config, const int *pidfds, plc_comm **out);
-/* Called by all ranks once all have joined: finds out what the ranks may do to each other. */
-PLC_API int plc_comm_settle(plc_comm *comm, int allow_direct);
-/* Give up the seat: peers are told, waits of this rank's other threads end with PLC_ABORTED, as do later calls. Memory
- * and threads are released; the handle itself stays valid until plc_comm_free, which the last user calls. In a forked
- * child neither touches what belongs to the parent. */
+/* Prepare a fresh mapping-sized file for `ranks` ranks. Called once, by the rank that made the
+ * descriptor. */
+PLC_API int plc_segment_format(int fd, uint32_t ranks, const plc_config *config,
+                               const uint64_t nonce[2]);
+/* Join through a descriptor, or through an existing mapping when fd is -1 (ranks as threads).
+ * pidfds: one descriptor a rank, -1 where liveness cannot be watched; owned by the caller, kept
+ * open while the communicator lives. */
+PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks,
+                          const uint64_t nonce[2], const plc_config *config, const int *pidfds,
+                          plc_comm **out);
+/* Called by all ranks once all have joined: find out whether all may read each other's memory. */
+PLC_API int plc_comm_probe_direct_reads(plc_comm *comm, int allow_direct);
+/* Leave the group: peers see it, waits of this rank's other threads end with PLC_ABORTED, as do
+ * later calls. Memory and threads are released; the handle itself stays valid until plc_comm_free,
+ * which the last user calls. In a forked child neither touches what belongs to the parent. */
 PLC_API void plc_comm_leave(plc_comm *comm);
 PLC_API void plc_comm_free(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
-PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* every rank's call in the last mismatch */
+PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* each rank's, in the last mismatch */
 PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
-/* Say and read a pid, so that peers can name each other. */
+/* So that peers can name each other. */
 PLC_API int plc_comm_peer_pid(plc_comm *comm, uint32_t rank);
 PLC_API int plc_comm_peer_left(plc_comm *comm, uint32_t rank);
-/* Leave a text for the peers, who can read it whatever becomes of this process. It is added to what this rank said
- * before; what has no room is cut off. `leaving`: nobody waits for this rank any more (PLC_PEER_LEFT). One thread. */
-PLC_API int plc_comm_say(plc_comm *comm, const char *text, uint64_t bytes, int leaving);
-/* What a rank has said, at most `room` bytes of it; returns how many. */
-PLC_API uint64_t plc_comm_words(plc_comm *comm, uint32_t rank, char *out, uint64_t room);
+/* Publish an error text, which peers can read whatever becomes of this process. It is appended to
+ * what this rank published before; what does not fit is cut off. `leaving`: nobody waits for this
+ * rank any more (PLC_PEER_LEFT). Call it from one thread at a time. */
+PLC_API int plc_comm_publish_error(plc_comm *comm, const char *text, uint64_t bytes, int leaving);
+/* The error text of a rank, at most `room` bytes of it; returns how many. */
+PLC_API uint64_t plc_comm_error_text(plc_comm *comm, uint32_t rank, char *out, uint64_t room);
 
-/* --- callers with a lock around their interpreter ----------------------------------------------------------------- */
-/* A caller that tells these makes the calls marked [lock] with its lock held. Short ones keep it; before a wait or a long
- * copy the core lets it go. While it waits it asks now and then, and after every signal, whether the caller wants to
- * stop. If so, a collective aborts the group (peers learn it), a wait for something asynchronous just ends. */
+/* --- callers with a global interpreter lock (GIL) --------------------------------------------- */
+/* A caller that sets these makes the calls marked [GIL] with its lock held. Short ones keep it;
+ * before a wait or a long copy the core releases it. While it waits, now and then and after every
+ * signal, it lets the interpreter run its signal handlers. If one of them raised, a collective
+ * aborts the group (peers learn it), while a wait for something asynchronous just ends. */
 typedef struct {
-    void *(*let_go)(void);
-    void (*take)(void *let_go);
-    int (*wants_to_stop)(void); /* asked with the lock held */
-} plc_caller;
-PLC_API void plc_comm_called_by(plc_comm *comm, const plc_caller *caller);
+    void *(*release_gil)(void);
+    void (*acquire_gil)(void *thread_state); /* what release_gil returned */
+    int (*check_signals)(void);              /* with the GIL held; not 0: a handler raised */
+} plc_interpreter;
+PLC_API void plc_comm_set_interpreter(plc_comm *comm, const plc_interpreter *interpreter);
 
-/* --- collectives ------------------------------------------------------------------------------------------------ */
-PLC_API int plc_run(plc_comm *comm, plc_request *request);       /* [lock] returns when done */
-PLC_API int plc_submit(plc_comm *comm, plc_request *request);    /* returns at once */
-PLC_API int plc_request_wait(plc_comm *comm, plc_request *request, int64_t timeout_ns); /* [lock] */
-/* The short road for the most frequent call. [lock] */
-PLC_API int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, int64_t timeout_ns);
+/* --- collectives ------------------------------------------------------------------------------ */
+PLC_API int plc_run(plc_comm *comm, plc_request *request);    /* [GIL] returns when done */
+PLC_API int plc_submit(plc_comm *comm, plc_request *request); /* returns at once */
+PLC_API int plc_request_wait(plc_comm *comm, plc_request *request, int64_t timeout_ns); /* [GIL] */
+/* The most frequent call, without a plc_request. [GIL] */
+PLC_API int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op,
+                          int64_t timeout_ns);
 
-/* --- messages --------------------------------------------------------------------------------------------------- */
+/* --- messages --------------------------------------------------------------------------------- */
 PLC_API int plc_send(plc_comm *comm, plc_message *message);
 PLC_API int plc_receive(plc_comm *comm, plc_message *message);
-PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns); /* [lock] */
+PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns); /* [GIL] */
 
 /* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
 typedef struct plc_arena plc_arena;
@@ -199,7 +210,7 @@ PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset,
                               uint32_t op);
 /* This rank's share of the bucket is in place. Never blocks. */
 PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
-/* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. [lock] */
+/* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. [GIL] */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
 
 /* A bucket whose numbers stay in every rank's own memory: `ring_bytes` at `offset` of every rank's region carry them
@@ -207,7 +218,7 @@ PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_
 PLC_API int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
                                   uint32_t dtype, uint32_t op);
 /* Replace the numbers at `data` by the result over all ranks; waits for them. Such buckets come in the same order on all
- * ranks. [lock] */
+ * ranks. [GIL] */
 PLC_API int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
 
 /* --- pieces: many arrays at their own addresses, in one call; no communicator needed ------------------------------ */
@@ -236,7 +247,7 @@ PLC_API void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ran
 PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
                            const uint64_t *bytes);
 /* A whole exchange: a note that weighs, bucket `index`, and the empty bucket `signals` that says all notes are written.
- * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. [lock] */
+ * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. [GIL] */
 PLC_API int plc_arena_step(plc_arena *arena, const double *note, uint32_t signals, uint32_t index, int64_t timeout_ns,
                            uint32_t *number);
 

@@ -27,6 +27,7 @@ from torch._C._autograd import _profiler_enabled as is_profiling
 
 # Public under `torch.distributed` at run time; only the private module has types for them.
 from torch._C._distributed_c10d import (
+    AllgatherOptions,
     BuiltinCommHookType,
     GradBucket,
     HashStore,
@@ -38,6 +39,7 @@ from torch._C._distributed_c10d import (
 )
 
 __all__ = [
+    "AllgatherOptions",
     "BuiltinCommHookType",
     "GradBucket",
     "HashStore",

@@ -10,13 +10,15 @@ typedef struct {
 static const scenario scenarios[] = {
     SCENARIO(collectives),       SCENARIO(direct),
     SCENARIO(submissions),        SCENARIO(messages),
-    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(whole_steps),       SCENARIO(own_buckets),
+    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(whole_steps),
+              SCENARIO(own_buckets),
     SCENARIO(two_groups),        SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
-    SCENARIO(late_bucket),       SCENARIO(mismatched_buckets), SCENARIO(abort_in_the_rings), SCENARIO(callers),
-    SCENARIO(dead_rank),          SCENARIO(leave_early),        SCENARIO(texts),
+    SCENARIO(late_bucket),       SCENARIO(mismatched_buckets), SCENARIO(abort_in_pipeline),
+        SCENARIO(interpreter_lock),
+    SCENARIO(dead_rank),          SCENARIO(leave_early),        SCENARIO(error_texts),
     SCENARIO(leave_under_own_threads), SCENARIO(wrong_arguments), SCENARIO(tags_out_of_order),
-    SCENARIO(last_words),        SCENARIO(receive_given_up),   SCENARIO(wrong_size),
+    SCENARIO(sent_before_leaving),        SCENARIO(receive_given_up),   SCENARIO(wrong_size),
 };
 
 int main(int argc, char **argv) {

@@ -1,4 +1,5 @@
-/* Each scenario ends by itself and exits the program with an error if something is not as it should be. */
+/* Each scenario ends by itself and exits the program with an error if something is not as it should
+ * be. */
 #ifndef PACELINE_TEST_SCENARIOS_H
 #define PACELINE_TEST_SCENARIOS_H
 
@@ -22,8 +23,8 @@ void abort_by_thread(uint64_t seed);
 void late_rank(uint64_t seed);
 void late_bucket(uint64_t seed);
 void mismatched_buckets(uint64_t seed);
-void abort_in_the_rings(uint64_t seed);
-void callers(uint64_t seed);
+void abort_in_pipeline(uint64_t seed);
+void interpreter_lock(uint64_t seed);
 void dead_rank(uint64_t seed);
 void leave_early(uint64_t seed);
 void leave_under_own_threads(uint64_t seed);
@@ -31,8 +32,8 @@ void wrong_arguments(uint64_t seed);
 
 /* failures.c: messages that meet failures or each other */
 void tags_out_of_order(uint64_t seed);
-void last_words(uint64_t seed);
-void texts(uint64_t seed);
+void sent_before_leaving(uint64_t seed);
+void error_texts(uint64_t seed);
 void receive_given_up(uint64_t seed);
 void wrong_size(uint64_t seed);
 

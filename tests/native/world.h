@@ -1,6 +1,7 @@
 /* Ranks as threads over one mapping: what the sanitizers can see, they see on all ranks at once.
  *
- * A world is a formatted segment, mapped once, and one thread per rank which joins it, runs a function and leaves.
+ * A world is a formatted segment, mapped once, and one thread per rank which joins it, runs a
+ * function and leaves.
  */
 #ifndef PACELINE_TEST_WORLD_H
 #define PACELINE_TEST_WORLD_H
@@ -17,19 +18,19 @@
 #define SLOT_BYTES 4096u
 #define RING_BYTES 4096u
 
-#define CHECK(condition, ...)                                                                                          \
-    do {                                                                                                               \
-        if (!(condition)) {                                                                                            \
-            fprintf(stderr, "%s:%d: failed: %s: ", __FILE__, __LINE__, #condition);                                    \
-            fprintf(stderr, __VA_ARGS__);                                                                              \
-            fputc('\n', stderr);                                                                                       \
-            _exit(1);                                                                                                  \
-        }                                                                                                              \
+#define CHECK(condition, ...)                                                                      \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: failed: %s: ", __FILE__, __LINE__, #condition);                \
+            fprintf(stderr, __VA_ARGS__);                                                          \
+            fputc('\n', stderr);                                                                   \
+            _exit(1);                                                                              \
+        }                                                                                          \
     } while (0)
-#define CHECK_STATUS(expected, call)                                                                                   \
-    do {                                                                                                               \
-        int found_ = (call);                                                                                           \
-        CHECK(found_ == (expected), "status %d instead of %d", found_, (int)(expected));                               \
+#define CHECK_STATUS(expected, call)                                                               \
+    do {                                                                                           \
+        int found_ = (call);                                                                       \
+        CHECK(found_ == (expected), "status %d instead of %d", found_, (int)(expected));           \
     } while (0)
 
 typedef struct world world;
@@ -40,8 +41,8 @@ typedef struct {
     uint64_t seed;  /* the same on all ranks */
     uint64_t mine;  /* differs from rank to rank */
     pthread_t thread;
-} seat;
-typedef void (*rank_fn)(seat *at);
+} rank_thread;
+typedef void (*rank_fn)(rank_thread *self);
 
 struct world {
     uint32_t ranks;
@@ -70,19 +71,21 @@ static inline void nap_ns(int64_t ns) {
     nanosleep(&t, NULL);
 }
 
-static inline plc_comm *take_seat(world *w, uint32_t rank) {
+static inline plc_comm *join_world(world *w, uint32_t rank) {
     plc_comm *comm = NULL;
-    CHECK_STATUS(PLC_OK, plc_comm_join(-1, w->mapping, rank, w->ranks, w->nonce, &w->config, w->pidfds, &comm));
+    CHECK_STATUS(PLC_OK,
+                 plc_comm_join(-1, w->mapping, rank, w->ranks, w->nonce, &w->config, w->pidfds,
+                               &comm));
     return comm;
 }
 
 static inline void *rank_main(void *argument) {
-    seat *at = argument;
-    at->comm = take_seat(at->in, at->rank);
-    at->in->run(at);
-    if (at->comm != NULL) { /* a scenario that left by itself says so */
-        plc_comm_leave(at->comm);
-        plc_comm_free(at->comm);
+    rank_thread *self = argument;
+    self->comm = join_world(self->in, self->rank);
+    self->in->run(self);
+    if (self->comm != NULL) { /* a scenario that left by itself says so */
+        plc_comm_leave(self->comm);
+        plc_comm_free(self->comm);
     }
     return NULL;
 }
@@ -107,14 +110,16 @@ static inline void end_world(world *w) {
 
 /* Run `fn` on every rank and wait for all. */
 static inline void run_world(world *w, rank_fn fn, uint64_t seed) {
-    seat seats[PLC_MAX_RANKS];
+    rank_thread threads[PLC_MAX_RANKS];
     w->run = fn;
     pthread_barrier_init(&w->all, NULL, w->ranks);
     for (uint32_t r = 0; r < w->ranks; r++) {
-        seats[r] = (seat){.in = w, .rank = r, .ranks = w->ranks, .seed = seed, .mine = seed * 1000 + r};
-        CHECK(pthread_create(&seats[r].thread, NULL, rank_main, &seats[r]) == 0, "no thread");
+        threads[r] =
+            (rank_thread){.in = w, .rank = r, .ranks = w->ranks, .seed = seed,
+                          .mine = seed * 1000 + r};
+        CHECK(pthread_create(&threads[r].thread, NULL, rank_main, &threads[r]) == 0, "no thread");
     }
-    for (uint32_t r = 0; r < w->ranks; r++) pthread_join(seats[r].thread, NULL);
+    for (uint32_t r = 0; r < w->ranks; r++) pthread_join(threads[r].thread, NULL);
     pthread_barrier_destroy(&w->all);
 }
 
@@ -124,11 +129,13 @@ static inline void in_new_world(uint32_t ranks, int64_t timeout_ms, rank_fn fn, 
     end_world(&w);
 }
 
-static inline int call(seat *at, plc_request q) {
+static inline int call(rank_thread *self, plc_request q) {
     q.timeout_ns = q.timeout_ns != 0 ? q.timeout_ns : -1;
-    return plc_run(at->comm, &q);
+    return plc_run(self->comm, &q);
 }
 
-static inline int barrier(seat *at) { return call(at, (plc_request){.kind = PLC_BARRIER, .dtype = PLC_BYTES}); }
+static inline int barrier(rank_thread *self) {
+    return call(self, (plc_request){.kind = PLC_BARRIER, .dtype = PLC_BYTES});
+}
 
 #endif

@@ -42,7 +42,7 @@ def test_every_collective_across_hosts(placement):
 
         enter(hosts[host_of[rank]])
         init_group("paceline")
-        assert type(dist.group.WORLD.engine).__name__ == "ManyHostsEngine"
+        assert type(dist.group.WORLD.engine).__name__ == "MultiHostEngine"
         for case in batch:
             found, wanted = (
                 perform(case, dist.group.WORLD, rank, world),

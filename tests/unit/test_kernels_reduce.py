@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from paceline.core import abi
 from paceline.core.abi import Status
-from paceline.core.communicator import DTYPE_NAMES, OP_NAMES
+from paceline.core.dtypes import DTYPE_NAMES, OP_NAMES
 
 INTEGERS = ("uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64")
 HALVES = ("float16", "bfloat16")

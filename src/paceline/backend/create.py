@@ -12,7 +12,8 @@ from typing import Any
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 
 from paceline.backend.device_backends import other_backends
-from paceline.backend.host_engine import Engine, HostEngine
+from paceline.backend.engine import Engine
+from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status
 from paceline.core.store_exchange import exchange
@@ -76,9 +77,9 @@ def _engine(
     )
     if len(hosts) == 1:
         return HostEngine(comm)
-    from paceline.backend.multi_host_engine import ManyHostsEngine
+    from paceline.backend.multi_host_engine import MultiHostEngine
 
-    return ManyHostsEngine(store, rank, [hosts.index(place) for place in places], comm, timeout)
+    return MultiHostEngine(store, rank, [hosts.index(place) for place in places], comm, timeout)
 
 
 def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:

@@ -1,146 +1,28 @@
 """Collectives on tensors of one host: turns contiguous CPU tensors into requests to the native
 core.
-
-`Engine` is what a process group needs; `HostEngine` does it with shared memory alone. Each method
-either runs to its end (`wait=True`, returns None) or starts and returns a `Ticket`.
 """
 
 from __future__ import annotations
 
 import ctypes as C
+import time
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol
 
 import torch
 
+from paceline.backend.engine import Reduction, Ticket
 from paceline.core import BucketArena, Communicator
 from paceline.core.abi import ANY_SOURCE, Kind, Message, Request
+from paceline.core.dtypes import BYTES, DTYPE_NAMES
 from paceline.errors import ConfigError
 
-__all__ = [
-    "DTYPE_CODES",
-    "SUM",
-    "Engine",
-    "HostEngine",
-    "Reduction",
-    "Ticket",
-    "address_of",
-    "core_dtype",
-    "dtype_label",
-]
+__all__ = ["DTYPE_CODES", "HostEngine", "address_of", "core_dtype", "dtype_label"]
 
-_BYTES = 16
-DTYPE_CODES = {
-    torch.uint8: 0,
-    torch.int8: 1,
-    torch.uint16: 2,
-    torch.int16: 3,
-    torch.uint32: 4,
-    torch.int32: 5,
-    torch.uint64: 6,
-    torch.int64: 7,
-    torch.float16: 8,
-    torch.bfloat16: 9,
-    torch.float32: 10,
-    torch.float64: 11,
-    torch.complex32: 12,
-    torch.complex64: 13,
-    torch.complex128: 14,
-    torch.bool: 15,
+DTYPE_CODES: dict[torch.dtype, int] = {
+    getattr(torch, name): code for code, name in enumerate(DTYPE_NAMES) if code != BYTES
 }
-
-
-class Reduction:
-    """An operation and, for PREMUL_SUM, its factor. The codes are torch's and the core's alike.
-
-    A tensor of factors is applied by the process group; an engine only ever sees a number.
-    """
-
-    __slots__ = ("code", "factor", "scalar")
-
-    def __init__(self, code: int, factor: float | torch.Tensor = 1.0) -> None:
-        self.code = code
-        self.factor = factor
-        self.scalar = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
-
-
-SUM = Reduction(0)
-
-
-class Ticket(Protocol):
-    """Something under way."""
-
-    def wait(self, timeout_ns: int = -1) -> bool:
-        """Wait for its end; False if `timeout_ns` passed first; raises what went wrong."""
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-
-    @property
-    def source(self) -> int:
-        """For a receive: who sent it."""
-
-
-class Engine(Protocol):
-    """Collectives on contiguous CPU tensors. Lists have one tensor per rank of the group."""
-
-    rank: int
-    size: int
-
-    def allreduce(
-        self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None: ...
-    def reduce(
-        self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None: ...
-    def broadcast(
-        self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None: ...
-    def allgather(
-        self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
-    ) -> Ticket | None: ...
-    def gather(
-        self,
-        outputs: Sequence[torch.Tensor] | None,
-        tensor: torch.Tensor,
-        root: int,
-        *,
-        wait: bool,
-        timeout_ns: int,
-    ) -> Ticket | None: ...
-    def scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor] | None,
-        root: int,
-        *,
-        wait: bool,
-        timeout_ns: int,
-    ) -> Ticket | None: ...
-    def reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: Sequence[torch.Tensor],
-        op: Reduction,
-        *,
-        wait: bool,
-        timeout_ns: int,
-    ) -> Ticket | None: ...
-    def alltoall(
-        self,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        *,
-        wait: bool,
-        timeout_ns: int,
-    ) -> Ticket | None: ...
-    def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None: ...
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket: ...
-    def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket: ...
-    def set_timeout(self, timeout: timedelta) -> None: ...
-    def abort(self) -> None: ...
-    def close(self) -> None: ...
+_SIGNAL_TAG = 0x70616365  # far from the tags that users choose
 
 
 def address_of(tensor: torch.Tensor) -> int | None:
@@ -149,11 +31,12 @@ def address_of(tensor: torch.Tensor) -> int | None:
 
 
 class _RequestTicket:
+    """A collective in progress. `keep` holds the tensors and arrays that the core points to."""
+
     source = ANY_SOURCE
 
-    def __init__(self, comm: Communicator, request: Request, keep: Any) -> None:
-        self._comm, self._request = comm, request
-        self._keep = keep  # tensors and arrays the core still points to
+    def __init__(self, comm: Communicator, request: Request, keep: object) -> None:
+        self._comm, self._request, self._keep = comm, request, keep
 
     def wait(self, timeout_ns: int = -1) -> bool:
         return self._comm.wait(self._request, timeout_ns)
@@ -165,24 +48,25 @@ class _RequestTicket:
         # A dropped asynchronous call still has to run: the peers count on it, and the core writes
         # to this memory.
         if not self._request.finished and self._comm.is_open:
-            _adopt(self._request, self._keep)
+            _keep_until_finished(self._request, self._keep)
 
 
-_orphans: dict[int, tuple[Any, Any]] = {}  # requests under way that nobody waits for
+# Calls in progress that nobody waits for, and what the core still points to for them.
+_unawaited: dict[int, tuple[Request | Message, object]] = {}
 
 
-def _adopt(call: Any, keep: Any) -> None:
-    """Keep what the core still points to. Runs in any thread, also in the middle of itself: each
-    step is atomic.
-    """
-    _orphans[id(call)] = (call, keep)
-    for key, (other, _) in list(_orphans.items()):
+def _keep_until_finished(call: Request | Message, keep: object) -> None:
+    """Runs in any thread, also in the middle of itself: each step is atomic."""
+    _unawaited[id(call)] = (call, keep)
+    for key, (other, _) in list(_unawaited.items()):
         if other.finished:
-            _orphans.pop(key, None)
+            _unawaited.pop(key, None)
 
 
 class _MessageTicket:
-    def __init__(self, comm: Communicator, message: Message, keep: Any) -> None:
+    """A message in progress."""
+
+    def __init__(self, comm: Communicator, message: Message, keep: object) -> None:
         self._comm, self._message, self._keep = comm, message, keep
 
     def wait(self, timeout_ns: int = -1) -> bool:
@@ -197,7 +81,7 @@ class _MessageTicket:
 
     def __del__(self) -> None:
         if not self._message.finished and self._comm.is_open:
-            _adopt(self._message, self._keep)
+            _keep_until_finished(self._message, self._keep)
 
 
 class HostEngine:
@@ -289,7 +173,7 @@ class HostEngine:
     ) -> Ticket | None:
         request = _movement(kind, tensor, timeout_ns, root=root)
         request.input = address_of(tensor)
-        keep: Any = (tensor, outputs)
+        keep: tuple[object, ...] = (tensor, outputs)
         if outputs is not None:
             pointers, counts = _table(outputs, in_bytes=True)
             request.outputs, request.out_counts = pointers, counts
@@ -305,8 +189,7 @@ class HostEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
-        # An all-to-all in which only the root sends and everyone wants something from the root
-        # alone.
+        # An all-to-all in which only the root sends, and every rank receives from the root alone.
         request = _movement(Kind.SCATTER, output, timeout_ns, root=root)
         wanted = [
             output if r == root else output[:0] if output.dim() else output.new_empty(0)
@@ -314,7 +197,7 @@ class HostEngine:
         ]
         pointers, counts = _table(wanted, in_bytes=True)
         request.outputs, request.out_counts = pointers, counts
-        keep: Any = (output, wanted, pointers, counts)
+        keep: tuple[object, ...] = (output, wanted, pointers, counts)
         if inputs is not None:
             self._check_one_per_rank("scatter", inputs)
             in_pointers, in_counts = _table(inputs, in_bytes=True)
@@ -347,7 +230,7 @@ class HostEngine:
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         return self._run_or_start(
-            Request(kind=Kind.BARRIER, dtype=_BYTES, root=-1, timeout_ns=timeout_ns), None, wait
+            Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, timeout_ns=timeout_ns), None, wait
         )
 
     # --- messages ----------------------------------------------------------------------------------
@@ -370,6 +253,16 @@ class HostEngine:
         self.comm.post(message, is_send=is_send)
         return _MessageTicket(self.comm, message, tensor)
 
+    def post_signal(self, peer: int, number: int, timeout_ns: int) -> None:
+        self.send(torch.tensor([number]), peer, _SIGNAL_TAG, timeout_ns=timeout_ns).wait()
+
+    def await_signal(self, peer: int, number: int, timeout_ns: int) -> None:
+        received = torch.tensor([-1])
+        deadline = time.monotonic_ns() + timeout_ns
+        while received.item() < number:
+            left = max(deadline - time.monotonic_ns(), 1)
+            self.recv(received, peer, _SIGNAL_TAG, timeout_ns=left).wait()
+
     # --- buckets -----------------------------------------------------------------------------------
     def open_arena(self, bytes_per_rank: int, buckets: int) -> BucketArena:
         """Shared memory in which this group's gradients can lie; the same call on all ranks."""
@@ -377,7 +270,7 @@ class HostEngine:
 
     # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
-        self.comm.timeout = timeout
+        self.comm.set_timeout(timeout)
 
     def abort(self) -> None:
         self.comm.abort()
@@ -385,20 +278,21 @@ class HostEngine:
     def close(self) -> None:
         self.comm.leave()
 
-    def _run_or_start(self, request: Request, keep: Any, wait: bool) -> Ticket | None:
+    def _run_or_start(self, request: Request, keep: object, wait: bool) -> Ticket | None:
         if wait:
             self.comm.run(request)
             return None
         return self._start(request, keep)
 
-    def _start(self, request: Request, keep: Any) -> Ticket:
+    def _start(self, request: Request, keep: object) -> Ticket:
         self.comm.submit(request)
         return _RequestTicket(self.comm, request, keep)
 
     def _check_one_per_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self.size:
             raise ConfigError(
-                f"rank {self.rank}: {call} needs one tensor for each of the {self.size} ranks, got {len(tensors)}"
+                f"rank {self.rank}: {call} needs one tensor for each of the {self.size} ranks, "
+                f"got {len(tensors)}"
             )
 
 
@@ -436,7 +330,7 @@ def _movement(kind: int, tensor: torch.Tensor, timeout_ns: int, root: int = -1) 
     """Data that is only moved goes as bytes; the label lets peers notice another element type."""
     return Request(
         kind=kind,
-        dtype=_BYTES,
+        dtype=BYTES,
         root=root,
         label=dtype_label(tensor),
         count=tensor.numel() * tensor.element_size(),
@@ -450,7 +344,9 @@ _LABELS = {
 }
 
 
-def _table(tensors: Sequence[torch.Tensor], *, in_bytes: bool = False) -> tuple[Any, Any]:
+def _table(
+    tensors: Sequence[torch.Tensor], *, in_bytes: bool = False
+) -> tuple[C.Array[C.c_void_p], C.Array[C.c_uint64]]:
     pointers = (C.c_void_p * len(tensors))(*[address_of(tensor) for tensor in tensors])
     sizes = [tensor.numel() * (tensor.element_size() if in_bytes else 1) for tensor in tensors]
     return pointers, (C.c_uint64 * len(tensors))(*sizes)

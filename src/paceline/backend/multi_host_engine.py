@@ -1,9 +1,11 @@
 """Groups that span several hosts: shared memory inside each host, Gloo between them.
 
 Vocabulary
-    lane    the ranks with the same place on each host: lane 0 is every host's first rank, and so on. There are as many
-            lanes as the smallest host has ranks. Each lane is a Gloo group of one rank per host.
-    slice   the part of a tensor that one lane carries between the hosts, so that all local ranks share the work.
+    lane    the ranks with the same index on each host: lane 0 is every host's first rank, and so
+            on. There are as many lanes as the smallest host has ranks. Each lane is a Gloo group of
+            one rank per host.
+    slice   the part of a tensor that one lane carries between the hosts, so that all local ranks
+            share the work.
 
 An all-reduce, in chunks of bounded size:
     1. reduce-scatter inside each host: each lane holds the host's sum of its slice
@@ -13,8 +15,13 @@ An all-reduce, in chunks of bounded size:
 Gloo only ever moves bytes; every sum is done by the core, in an order that depends on the placement
 alone. So all ranks get the same bits, in every run.
 
-Before data moves, every call is compared across all ranks, as it is on one host. An all-reduce of
-up to 4 KB rides along with that comparison: three steps in all instead of seven.
+Before data moves, the headers of all ranks are compared, as on one host. An all-reduce of up to
+4 KB is carried by that comparison: three steps in all instead of seven.
+
+A call is an `_Operation`: it is created when the call's turn comes, holds its deadline, and gives
+each of its steps, in shared memory or over Gloo, the time that is left. Steps that wait for a rank
+that never comes therefore end by the time limit of the call. A collective that failed in one step
+cannot be resumed on the other ranks: connections are closed, and the group is lost for all.
 """
 
 from __future__ import annotations
@@ -22,49 +29,138 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import ctypes as C
+import dataclasses
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from paceline.backend.host_engine import (
-    HostEngine,
-    Reduction,
-    Ticket,
-    address_of,
-    core_dtype,
-    dtype_label,
-)
+from paceline._torch_internals import AllgatherOptions, PrefixStore, ProcessGroupGloo, Store, Work
+from paceline.backend.engine import SUM, Reduction, Ticket
+from paceline.backend.host_engine import HostEngine, address_of, core_dtype, dtype_label
 from paceline.core import Communicator, abi
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
-from paceline.core.communicator import describe_call
+from paceline.core.call_errors import calls_mismatch
+from paceline.core.dtypes import BYTES, Op
 from paceline.errors import (
     CollectiveTimeout,
     ConfigError,
+    GroupAborted,
     GroupError,
     MismatchError,
     PacelineError,
     PeerLost,
 )
 
-__all__ = ["ManyHostsEngine"]
+__all__ = ["MultiHostEngine"]
 
 _CHUNK_BYTES = 8 << 20
-_SUM, _AVG, _PREMUL = Reduction(0), 1, 8
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-_HEADER_BYTES = 64  # a call, and room to keep what follows aligned
+_HEADER_BYTES = 64  # a call record, and room to keep what follows aligned
 _CARRIED_BYTES = 4096
+_MIN_LEFT_NS = 1_000_000
+
+_Options = TypeVar("_Options", AllgatherOptions, dist.AllToAllOptions, dist.BroadcastOptions)
 
 
-class ManyHostsEngine:
+@dataclasses.dataclass(frozen=True)
+class _Placement:
+    """Which ranks are on which host, seen from one of them."""
+
+    rank: int
+    host_of: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, rank: int, host_of: Sequence[int]) -> _Placement:
+        members = tuple(
+            tuple(r for r, h in enumerate(host_of) if h == host) for host in range(max(host_of) + 1)
+        )
+        return cls(rank, tuple(host_of), members)
+
+    @property
+    def size(self) -> int:
+        return len(self.host_of)
+
+    @property
+    def hosts(self) -> int:
+        return len(self.members)
+
+    @property
+    def host(self) -> int:
+        return self.host_of[self.rank]
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        """The ranks of this host."""
+        return self.members[self.host]
+
+    @property
+    def local_index(self) -> int:
+        return self.local.index(self.rank)
+
+    @property
+    def lanes(self) -> int:
+        return min(map(len, self.members))
+
+
+class _Links:
+    """What connects this rank to the others: shared memory, and Gloo to all and to its lane."""
+
+    def __init__(
+        self, store: Store, placement: _Placement, comm: Communicator, timeout: timedelta
+    ) -> None:
+        self.local = HostEngine(comm)
+        self._all: ProcessGroupGloo | None = ProcessGroupGloo(
+            PrefixStore("everyone/", store), placement.rank, placement.size, timeout=timeout
+        )
+        self._lane: ProcessGroupGloo | None = None
+        if placement.local_index < placement.lanes:
+            self._lane = ProcessGroupGloo(
+                PrefixStore(f"lane{placement.local_index}/", store),
+                placement.host,
+                placement.hosts,
+                timeout=timeout,
+            )
+
+    # Any: torch's stubs of this class have none of its collectives.
+    @property
+    def all_ranks(self) -> Any:
+        return self._open(self._all)
+
+    @property
+    def lane(self) -> Any:
+        return self._open(self._lane)
+
+    @staticmethod
+    def _open(group: ProcessGroupGloo | None) -> Any:
+        if group is None:
+            raise GroupAborted(
+                "a call of this group failed before, and its connections to the other hosts were "
+                "closed; destroy the group and init anew"
+            )
+        return group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.local.set_timeout(timeout)
+        for group in (self._all, self._lane):
+            if group is not None:
+                group._set_default_timeout(timeout)
+
+    def disconnect(self) -> None:
+        """Close the connections: ranks on other hosts notice."""
+        self._all = self._lane = None
+
+
+class MultiHostEngine:
     """One rank of a group on several hosts. `host_of[r]` is the index of rank r's host."""
 
     def __init__(
@@ -75,46 +171,33 @@ class ManyHostsEngine:
         comm: Communicator,
         timeout: timedelta,
     ) -> None:
-        self.rank, self.size = rank, len(host_of)
-        self._host_of = list(host_of)
-        self._host = host_of[rank]
-        self._hosts = max(host_of) + 1
-        self._members = [
-            [r for r, h in enumerate(host_of) if h == host] for host in range(self._hosts)
-        ]
-        self._local = HostEngine(comm)
-        self._place = self._members[self._host].index(rank)
-        self._lanes = min(len(members) for members in self._members)
+        self._placement = _Placement.of(rank, host_of)
+        self.rank, self.size = rank, self._placement.size
         self._timeout = timeout
         self._sequence = 0
-        self._everyone: Any = ProcessGroupGloo(
-            PrefixStore("everyone/", store), rank, self.size, timeout=timeout
-        )
-        self._lane: Any = None
-        if self._place < self._lanes:
-            lane_store = PrefixStore(f"lane{self._place}/", store)
-            self._lane = ProcessGroupGloo(lane_store, self._host, self._hosts, timeout=timeout)
+        self._links = _Links(store, self._placement, comm, timeout)
+        self._signals = PrefixStore("signals/", store)
         self._order = _InOrder()
 
     # --- collectives -------------------------------------------------------------------------------
     def allreduce(
         self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        call = self._call(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
+        header = self._header(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
         if 0 < tensor.numel() * _wide(tensor.dtype).itemsize <= _CARRIED_BYTES:
-            return self._in_order(lambda: self._reduce_carried(call, tensor, op), wait)
-        return self._do(call, lambda: self._reduce_all(tensor, op), wait)
+            return self._start(
+                lambda call: call.reduce_carried(header, tensor, op), wait, timeout_ns
+            )
+        return self._compared(header, lambda call: call.reduce(tensor, op), wait, timeout_ns)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        call = self._call(Kind.REDUCE, core_dtype(tensor), tensor.numel(), op=op.code, root=root)
+        dtype = core_dtype(tensor)
+        header = self._header(Kind.REDUCE, dtype, tensor.numel(), op=op.code, root=root)
         # Only the root's tensor may change.
-        return self._do(
-            call,
-            lambda: self._reduce_all(tensor if self.rank == root else tensor.clone(), op),
-            wait,
-        )
+        own = tensor if self.rank == root else tensor.clone()
+        return self._compared(header, lambda call: call.reduce(own, op), wait, timeout_ns)
 
     def reduce_scatter(
         self,
@@ -126,59 +209,39 @@ class ManyHostsEngine:
         timeout_ns: int,
     ) -> Ticket | None:
         self._check_one_per_rank("reduce_scatter", inputs)
-        call = self._call(
-            Kind.REDUCE_SCATTER, core_dtype(output), sum(t.numel() for t in inputs), op=op.code
-        )
+        counts = [tensor.numel() for tensor in inputs]
+        header = self._header(Kind.REDUCE_SCATTER, core_dtype(output), sum(counts), op=op.code)
 
-        def run() -> None:
+        def run(call: _Operation) -> None:
             whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            self._reduce_all(whole, op)
-            output.copy_(whole.split([t.numel() for t in inputs])[self.rank].view_as(output))
+            call.reduce(whole, op)
+            output.copy_(whole.split(counts)[self.rank].view_as(output))
 
-        return self._do(call, run, wait)
+        return self._compared(header, run, wait, timeout_ns)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        call = self._call(
-            Kind.BROADCAST, 16, _bytes(tensor).numel(), root=root, label=dtype_label(tensor)
+        data = _as_bytes(tensor)
+        header = self._header(
+            Kind.BROADCAST, BYTES, data.numel(), root=root, label=dtype_label(tensor)
         )
-
-        def run() -> None:
-            host = self._host_of[root]
-            if self._host == host:
-                self._local.broadcast(
-                    tensor, self._members[host].index(root), wait=True, timeout_ns=-1
-                )
-            self._from_host(host, _bytes(tensor))
-
-        return self._do(call, run, wait)
+        return self._compared(header, lambda call: call.broadcast(data, root), wait, timeout_ns)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
         self._check_one_per_rank("all_gather", outputs)
-        total = sum(output.numel() * output.element_size() for output in outputs)
-        call = self._call(Kind.ALLGATHER, 16, total, label=dtype_label(tensor))
         if outputs[self.rank].numel() != tensor.numel():
             raise ConfigError(
-                f"rank {self.rank}: all_gather: own share has {tensor.numel()} elements, its place in the output "
-                f"{outputs[self.rank].numel()}"
+                f"rank {self.rank}: all_gather: the input has {tensor.numel()} elements, this "
+                f"rank's output {outputs[self.rank].numel()}"
             )
-
-        def run() -> None:
-            for host, members in enumerate(self._members):
-                block = torch.empty(
-                    sum(_bytes(outputs[r]).numel() for r in members), dtype=torch.uint8
-                )
-                parts = block.split([_bytes(outputs[r]).numel() for r in members])
-                if host == self._host:
-                    self._local.allgather(parts, _bytes(tensor), wait=True, timeout_ns=-1)
-                self._from_host(host, block)
-                for r, part in zip(members, parts, strict=True):
-                    _bytes(outputs[r]).copy_(part)
-
-        return self._do(call, run, wait)
+        total = sum(output.numel() * output.element_size() for output in outputs)
+        header = self._header(Kind.ALLGATHER, BYTES, total, label=dtype_label(tensor))
+        return self._compared(
+            header, lambda call: call.allgather(outputs, tensor), wait, timeout_ns
+        )
 
     def gather(
         self,
@@ -189,10 +252,11 @@ class ManyHostsEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
-        call = self._call(Kind.GATHER, 16, 0, root=root, label=dtype_label(tensor))
+        header = self._header(Kind.GATHER, BYTES, 0, root=root, label=dtype_label(tensor))
         nothing = tensor.new_empty(0)
         sent = [tensor if r == root else nothing for r in range(self.size)]
-        return self._do(call, lambda: self._exchange(outputs or [nothing] * self.size, sent), wait)
+        received = outputs or [nothing] * self.size
+        return self._compared(header, lambda call: call.exchange(received, sent), wait, timeout_ns)
 
     def scatter(
         self,
@@ -203,10 +267,12 @@ class ManyHostsEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
-        call = self._call(Kind.SCATTER, 16, output.numel(), root=root, label=dtype_label(output))
+        label = dtype_label(output)
+        header = self._header(Kind.SCATTER, BYTES, output.numel(), root=root, label=label)
         nothing = output.new_empty(0)
-        wanted = [output if r == root else nothing for r in range(self.size)]
-        return self._do(call, lambda: self._exchange(wanted, inputs or [nothing] * self.size), wait)
+        sent = inputs or [nothing] * self.size
+        received = [output if r == root else nothing for r in range(self.size)]
+        return self._compared(header, lambda call: call.exchange(received, sent), wait, timeout_ns)
 
     def alltoall(
         self,
@@ -218,54 +284,53 @@ class ManyHostsEngine:
     ) -> Ticket | None:
         self._check_one_per_rank("all_to_all", outputs)
         self._check_one_per_rank("all_to_all", inputs)
-        call = self._call(Kind.ALLTOALL, 16, 0, label=dtype_label(inputs[0]))
-        return self._do(call, lambda: self._exchange(outputs, inputs), wait)
+        header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
+        return self._compared(header, lambda call: call.exchange(outputs, inputs), wait, timeout_ns)
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
-        return self._do(self._call(Kind.BARRIER, 16, 0), lambda: None, wait)
+        header = self._header(Kind.BARRIER, BYTES, 0)
+        return self._compared(header, lambda _: None, wait, timeout_ns)
 
     # --- messages ----------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        return _GlooTicket(self._everyone.send([_bytes(tensor)], peer, abs(tag)), tensor)
+        work = self._links.all_ranks.send([_as_bytes(tensor)], peer, abs(tag))
+        return _GlooTicket(work, tensor, timeout_ns)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        buffer = [_bytes(tensor)]
+        gloo, buffer = self._links.all_ranks, [_as_bytes(tensor)]
         if peer == ANY_SOURCE:
-            return _GlooTicket(self._everyone.recv_anysource(buffer, abs(tag)), tensor)
-        return _GlooTicket(self._everyone.recv(buffer, peer, abs(tag)), tensor)
+            return _GlooTicket(gloo.recv_anysource(buffer, abs(tag)), tensor, timeout_ns)
+        return _GlooTicket(gloo.recv(buffer, peer, abs(tag)), tensor, timeout_ns)
+
+    # Through the store: Gloo closes its connections when a receive is given up.
+    def post_signal(self, peer: int, number: int, timeout_ns: int) -> None:
+        self._signals.set(f"{self.rank}/{peer}/{number}", "")
+
+    def await_signal(self, peer: int, number: int, timeout_ns: int) -> None:
+        limit = timedelta(milliseconds=max(timeout_ns // 1_000_000, 1))
+        try:
+            self._signals.wait([f"{peer}/{self.rank}/{number}"], limit)
+        except Exception as error:  # each store has its own type for a timeout
+            raise CollectiveTimeout(
+                f"rank {self.rank}: no signal from rank {peer} within {limit.total_seconds():g} s",
+                missing=[peer],
+            ) from error
 
     # --- life --------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
-        self._local.set_timeout(timeout)
-        for gloo in (self._everyone, self._lane):
-            if gloo is not None:
-                gloo._set_default_timeout(timeout)
+        self._links.set_timeout(timeout)
 
     def abort(self) -> None:
-        self._local.abort()
+        self._links.local.abort()
 
     def close(self) -> None:
         self._order.close()
-        self._local.close()
-        self._everyone = self._lane = None
+        self._links.local.close()
+        self._links.disconnect()
 
     # --- steps -------------------------------------------------------------------------------------
-    def _do(self, call: CallRecord, run: Callable[[], None], wait: bool) -> Ticket | None:
-        def agreed() -> None:
-            self._agree(call)
-            run()
-
-        return self._in_order(agreed, wait)
-
-    def _in_order(self, run: Callable[[], None], wait: bool) -> Ticket | None:
-        def together() -> None:
-            with self._failing_together():
-                run()
-
-        return self._order.run(together, wait)
-
-    def _call(
+    def _header(
         self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
     ) -> CallRecord:
         self._sequence += 1
@@ -279,71 +344,138 @@ class ManyHostsEngine:
             label=label,
         )
 
-    def _agree(
-        self, call: CallRecord, carried: torch.Tensor | None = None, code: int = 0
-    ) -> torch.Tensor:
-        """Compare the calls of all ranks; all of them come to the same verdict.
+    def _compared(
+        self, header: CallRecord, run: Callable[[_Operation], None], wait: bool, timeout_ns: int
+    ) -> Ticket | None:
+        """Compare the headers of all ranks, then run."""
 
-        `carried` rides along, reduced by `code` within each host, in order of rank. Returns one row
+        def compare_and_run(call: _Operation) -> None:
+            call.compare(header)
+            run(call)
+
+        return self._start(compare_and_run, wait, timeout_ns)
+
+    def _start(
+        self, run: Callable[[_Operation], None], wait: bool, timeout_ns: int
+    ) -> Ticket | None:
+        limit_ns = timeout_ns if timeout_ns >= 0 else int(self._timeout.total_seconds() * 1e9)
+
+        def operate() -> None:
+            call = _Operation(self._placement, self._links, limit_ns)
+            with call.failing_together():
+                run(call)
+
+        return self._order.run(operate, wait)
+
+    def _check_one_per_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
+        if len(tensors) != self.size:
+            raise ConfigError(
+                f"rank {self.rank}: {call} needs one tensor for each of the {self.size} ranks, "
+                f"got {len(tensors)}"
+            )
+
+
+class _Operation:
+    """One call while it runs: its deadline, and the steps that calls are made of."""
+
+    def __init__(self, placement: _Placement, links: _Links, limit_ns: int) -> None:
+        self._placement = placement
+        self._links = links
+        self._local = links.local
+        self._limit_ns = limit_ns
+        self._deadline = time.monotonic_ns() + limit_ns
+        self._has_lane = placement.local_index < placement.lanes
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An error of Gloo ends the wait of this host's other ranks too, and becomes one of ours."""
+        try:
+            yield
+        except PacelineError as error:
+            if isinstance(error, GroupError):
+                self._links.disconnect()
+            raise
+        except RuntimeError as error:
+            self._local.abort()
+            self._links.disconnect()
+            raise self._error_of_gloo(str(error)) from error
+
+    def _error_of_gloo(self, text: str) -> GroupError:
+        rank = self._placement.rank
+        if _is_timeout(text):
+            return CollectiveTimeout(
+                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: {text}"
+            )
+        return PeerLost(
+            f"rank {rank}: the connection to a rank on another host was lost: {text}. Its own "
+            "output tells why"
+        )
+
+    def _left_ns(self) -> int:
+        return max(self._deadline - time.monotonic_ns(), _MIN_LEFT_NS)
+
+    def _options(self, options: _Options) -> _Options:
+        options.timeout = timedelta(microseconds=self._left_ns() // 1000)
+        return options
+
+    # --- headers -----------------------------------------------------------------------------------
+    def compare(
+        self, header: CallRecord, carried: torch.Tensor | None = None, code: int = 0
+    ) -> torch.Tensor:
+        """Compare the headers of all ranks; all of them reach the same conclusion.
+
+        `carried` goes along, reduced by `code` within each host, in order of rank. Returns one row
         of bytes a host.
         """
         mine = torch.zeros(_HEADER_BYTES + _CARRIED_BYTES, dtype=torch.uint8)
-        mine[: C.sizeof(call)] = torch.frombuffer(bytearray(bytes(call)), dtype=torch.uint8)
+        mine[: C.sizeof(header)] = torch.frombuffer(bytearray(bytes(header)), dtype=torch.uint8)
         if carried is not None:
-            mine[_HEADER_BYTES:][: _bytes(carried).numel()] = _bytes(carried)
-        here = torch.empty((len(self._members[self._host]), mine.numel()), dtype=torch.uint8)
-        self._local.allgather(here.unbind(), mine, wait=True, timeout_ns=-1)
+            mine[_HEADER_BYTES:][: _as_bytes(carried).numel()] = _as_bytes(carried)
+        here = torch.empty((len(self._placement.local), mine.numel()), dtype=torch.uint8)
+        self._local.allgather(here.unbind(), mine, wait=True, timeout_ns=self._left_ns())
         # The hosts may have different numbers of ranks: room for the longest.
-        longest = max(map(len, self._members))
+        longest = max(map(len, self._placement.members))
         headers = longest * _HEADER_BYTES
         block = torch.zeros(headers + _CARRIED_BYTES, dtype=torch.uint8)
         block[: len(here) * _HEADER_BYTES] = here[:, :_HEADER_BYTES].reshape(-1)
         if carried is not None:
             _reduce_local(block[headers:], here[:, _HEADER_BYTES:].unbind(), carried, code)
-        everything = torch.empty((self._hosts, block.numel()), dtype=torch.uint8)
-        if self._place == 0:
-            self._lane._allgather_base(everything.view(-1), block).wait()
-        self._local.broadcast(everything, 0, wait=True, timeout_ns=-1)
-        self._compare(everything[:, :headers].view(self._hosts, longest, _HEADER_BYTES))
+        hosts = self._placement.hosts
+        everything = torch.empty((hosts, block.numel()), dtype=torch.uint8)
+        if self._placement.local_index == 0:
+            self._lane_allgather(everything.view(-1), block)
+        self._local.broadcast(everything, 0, wait=True, timeout_ns=self._left_ns())
+        self._check_equal(everything[:, :headers].view(hosts, longest, _HEADER_BYTES))
         return everything[:, headers:]
 
-    def _compare(self, headers: torch.Tensor) -> None:
+    def _check_equal(self, headers: torch.Tensor) -> None:
         calls = {
             rank: CallRecord.from_buffer_copy(bytes(row.tolist()))
-            for rows, members in zip(headers, self._members, strict=True)
+            for rows, members in zip(headers, self._placement.members, strict=True)
             for row, rank in zip(rows, members, strict=False)
         }
-        if len({bytes(c) for c in calls.values()}) > 1:
-            values = {rank: describe_call(calls[rank]) for rank in sorted(calls)}
-            lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
-            raise MismatchError(
-                f"the ranks made different calls, nothing was exchanged:\n{lines}\n"
-                "All ranks of a group must make the same calls in the same order with matching sizes",
-                values,
-            )
+        if len({bytes(call) for call in calls.values()}) > 1:
+            raise calls_mismatch(calls)
 
-    def _reduce_carried(self, call: CallRecord, tensor: torch.Tensor, op: Reduction) -> None:
-        """Reduce a short tensor in place: the hosts' sums come with the comparison, everyone adds
-        them.
+    # --- reductions --------------------------------------------------------------------------------
+    def reduce_carried(self, header: CallRecord, tensor: torch.Tensor, op: Reduction) -> None:
+        """Reduce a short tensor in place: the hosts' sums come with the comparison, and every rank
+        adds them.
         """
         wide = tensor.reshape(-1).to(_wide(tensor.dtype))
-        if op.code == _PREMUL:
+        if op.code == Op.PREMUL_SUM:
             wide = wide * op.factor
-        code = _SUM.code if op.code in (_AVG, _PREMUL) else op.code
-        shares = self._agree(call, wide, code)
+        shares = self.compare(header, wide, _code_between_hosts(op))
         total = torch.empty_like(wide)
-        _reduce_local(_bytes(total), shares.unbind(), wide, code)
-        if op.code == _AVG:
-            abi.library().plc_scale_local(
-                address_of(total), total.numel(), core_dtype(total), self.size
-            )
+        _reduce_local(_as_bytes(total), shares.unbind(), wide, _code_between_hosts(op))
+        self._average(total, op)
         tensor.copy_(total.view_as(tensor))
 
-    def _reduce_all(self, tensor: torch.Tensor, op: Reduction) -> None:
+    def reduce(self, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce in place, over all ranks."""
         flat = tensor.reshape(-1)
         wide = _wide(flat.dtype)
-        pieces = self._lanes * self._hosts
+        pieces = self._placement.lanes * self._placement.hosts
         per_chunk = max(1, _CHUNK_BYTES // wide.itemsize // pieces) * pieces
         for chunk in flat.split(per_chunk) if flat.numel() else []:
             reduced = self._reduce_chunk(chunk.to(wide), op)
@@ -351,122 +483,131 @@ class ManyHostsEngine:
                 chunk.copy_(reduced)
 
     def _reduce_chunk(self, chunk: torch.Tensor, op: Reduction) -> torch.Tensor:
-        piece = -(-chunk.numel() // (self._lanes * self._hosts))
-        slice_ = piece * self._hosts
+        lanes, hosts = self._placement.lanes, self._placement.hosts
+        piece = -(-chunk.numel() // (lanes * hosts))
+        length = piece * hosts
         whole = chunk  # all but the last chunk divide evenly
-        if chunk.numel() != slice_ * self._lanes:
-            whole = torch.zeros(slice_ * self._lanes, dtype=chunk.dtype)
+        if chunk.numel() != length * lanes:
+            whole = torch.zeros(length * lanes, dtype=chunk.dtype)
             whole[: chunk.numel()] = chunk
-        mine = self._local_sum(whole, slice_, op)
-        if self._lane is not None:
-            self._lane_sum(mine, piece, op)
-        self._share_slices(whole, mine, slice_)
+        mine = self._reduce_within_host(whole, length, op)
+        if self._has_lane:
+            self._reduce_between_hosts(mine, piece, op)
+        self._share_slices(whole, mine, length)
         return whole[: chunk.numel()]
 
     def _slices(self, whole: torch.Tensor, length: int) -> list[torch.Tensor]:
         """One slice per local rank; those without a lane have none."""
-        slices = list(whole.split(length)) if length else [whole[:0]] * self._lanes
-        return slices + [whole[:0]] * (len(self._members[self._host]) - len(slices))
+        slices = list(whole.split(length)) if length else [whole[:0]] * self._placement.lanes
+        return slices + [whole[:0]] * (len(self._placement.local) - len(slices))
 
-    def _local_sum(self, whole: torch.Tensor, length: int, op: Reduction) -> torch.Tensor:
-        mine = whole.new_empty(length if self._lane is not None else 0)
+    def _reduce_within_host(self, whole: torch.Tensor, length: int, op: Reduction) -> torch.Tensor:
+        mine = whole.new_empty(length if self._has_lane else 0)
         # The average is taken once, at the end; the factor of PREMUL_SUM is applied once, here.
-        first = op if op.code == _PREMUL else _SUM if op.code == _AVG else op
+        first = SUM if op.code == Op.AVG else op
         self._local.reduce_scatter(
-            mine, self._slices(whole, length), first, wait=True, timeout_ns=-1
+            mine, self._slices(whole, length), first, wait=True, timeout_ns=self._left_ns()
         )
         return mine
 
-    def _lane_sum(self, mine: torch.Tensor, piece: int, op: Reduction) -> None:
+    def _reduce_between_hosts(self, mine: torch.Tensor, piece: int, op: Reduction) -> None:
         theirs = torch.empty_like(mine)
-        options = dist.AllToAllOptions()
-        self._lane.alltoall_base(_bytes(theirs), _bytes(mine), [], [], options).wait()
+        options = self._options(dist.AllToAllOptions())
+        lane = self._links.lane
+        lane.alltoall_base(_as_bytes(theirs), _as_bytes(mine), [], [], options).wait()
         total = mine.new_empty(piece)
-        code = _SUM.code if op.code in (_AVG, _PREMUL) else op.code
-        _reduce_local(total, theirs.split(piece), total, code)
-        if op.code == _AVG:
-            abi.library().plc_scale_local(address_of(total), piece, core_dtype(total), self.size)
-        self._lane._allgather_base(_bytes(mine), _bytes(total)).wait()
+        _reduce_local(total, theirs.split(piece), total, _code_between_hosts(op))
+        self._average(total, op)
+        self._lane_allgather(_as_bytes(mine), _as_bytes(total))
+
+    def _average(self, total: torch.Tensor, op: Reduction) -> None:
+        if op.code == Op.AVG:
+            abi.library().plc_scale_local(
+                address_of(total), total.numel(), core_dtype(total), self._placement.size
+            )
 
     def _share_slices(self, whole: torch.Tensor, mine: torch.Tensor, length: int) -> None:
-        self._local.allgather(self._slices(whole, length), mine, wait=True, timeout_ns=-1)
+        self._local.allgather(
+            self._slices(whole, length), mine, wait=True, timeout_ns=self._left_ns()
+        )
 
-    def _from_host(self, host: int, data: torch.Tensor) -> None:
+    def _lane_allgather(self, output: torch.Tensor, data: torch.Tensor) -> None:
+        options = self._options(AllgatherOptions())
+        self._links.lane._allgather_base(output, data, options).wait()
+
+    # --- moving data -------------------------------------------------------------------------------
+    def broadcast(self, data: torch.Tensor, root: int) -> None:
+        host = self._placement.host_of[root]
+        if self._placement.host == host:
+            local_root = self._placement.members[host].index(root)
+            self._local.broadcast(data, local_root, wait=True, timeout_ns=self._left_ns())
+        self._broadcast_from_host(host, data)
+
+    def allgather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+        for host, members in enumerate(self._placement.members):
+            sizes = [_as_bytes(outputs[rank]).numel() for rank in members]
+            block = torch.empty(sum(sizes), dtype=torch.uint8)
+            parts = block.split(sizes)
+            if host == self._placement.host:
+                self._local.allgather(
+                    parts, _as_bytes(tensor), wait=True, timeout_ns=self._left_ns()
+                )
+            self._broadcast_from_host(host, block)
+            for rank, part in zip(members, parts, strict=True):
+                _as_bytes(outputs[rank]).copy_(part)
+
+    def _broadcast_from_host(self, host: int, data: torch.Tensor) -> None:
         """Give every rank the bytes that all ranks of one host have."""
+        ours = self._placement.host == host
+        index, lanes = self._placement.local_index, self._placement.lanes
         for chunk in data.split(_CHUNK_BYTES) if data.numel() else []:
-            length = -(-chunk.numel() // self._lanes)
-            whole = chunk.new_zeros(length * self._lanes)
-            if self._host == host:
+            length = -(-chunk.numel() // lanes)
+            whole = chunk.new_zeros(length * lanes)
+            if ours:
                 whole[: chunk.numel()] = chunk
             slices = self._slices(whole, length)
-            if self._lane is not None:
-                options = dist.BroadcastOptions()
+            if self._has_lane:
+                options = self._options(dist.BroadcastOptions())
                 options.rootRank = host
-                self._lane.broadcast([slices[self._place]], options).wait()
-            if self._host != host:
-                self._share_slices(whole, slices[self._place].clone(), length)
+                self._links.lane.broadcast([slices[index]], options).wait()
+            if not ours:
+                self._share_slices(whole, slices[index].clone(), length)
                 chunk.copy_(whole[: chunk.numel()])
 
-    def _exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Everyone sends everyone something, of any size, over Gloo."""
-        sent = torch.cat([_bytes(tensor) for tensor in inputs])
-        sizes = [_bytes(tensor).numel() for tensor in outputs]
-        found = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._check_sizes(sizes, [_bytes(tensor).numel() for tensor in inputs])
-        in_sizes = [_bytes(tensor).numel() for tensor in inputs]
-        self._everyone.alltoall_base(found, sent, sizes, in_sizes, dist.AllToAllOptions()).wait()
-        for output, part in zip(outputs, found.split(sizes), strict=True):
-            _bytes(output).copy_(part)
+    def exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Every rank sends every other something, of any size, over Gloo."""
+        sent = torch.cat([_as_bytes(tensor) for tensor in inputs])
+        sizes = [_as_bytes(tensor).numel() for tensor in outputs]
+        in_sizes = [_as_bytes(tensor).numel() for tensor in inputs]
+        received = torch.empty(sum(sizes), dtype=torch.uint8)
+        self._check_sizes(sizes, in_sizes)
+        options = self._options(dist.AllToAllOptions())
+        self._links.all_ranks.alltoall_base(received, sent, sizes, in_sizes, options).wait()
+        for output, part in zip(outputs, received.split(sizes), strict=True):
+            _as_bytes(output).copy_(part)
 
     def _check_sizes(self, wanted: list[int], sent: list[int]) -> None:
-        """Every rank sees what each sends to and wants from each, so that all come to the same
-        verdict.
+        """Every rank sees what each sends to and expects from each, so that all reach the same
+        conclusion.
         """
+        size = self._placement.size
         mine = torch.tensor([sent, wanted])
-        table = torch.empty((self.size, 2, self.size), dtype=torch.int64)
-        self._everyone._allgather_base(_bytes(table), _bytes(mine)).wait()
+        table = torch.empty((size, 2, size), dtype=torch.int64)
+        options = self._options(AllgatherOptions())
+        gloo = self._links.all_ranks
+        gloo._allgather_base(_as_bytes(table), _as_bytes(mine), options).wait()
         sizes_sent, sizes_wanted = table[:, 0, :], table[:, 1, :].T
         if not torch.equal(sizes_sent, sizes_wanted):
             source, goal = (sizes_sent != sizes_wanted).nonzero()[0].tolist()
+            sends, expects = int(sizes_sent[source, goal]), int(sizes_wanted[source, goal])
             raise MismatchError(
-                f"rank {source} sends {int(sizes_sent[source, goal])} bytes to rank {goal}, "
-                f"which expects {int(sizes_wanted[source, goal])}",
-                {
-                    source: f"sends {int(sizes_sent[source, goal])}",
-                    goal: f"wants {int(sizes_wanted[source, goal])}",
-                },
-            )
-
-    @contextlib.contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """An error of Gloo ends the wait of this host's other ranks too, and becomes one of ours."""
-        try:
-            yield
-        except PacelineError as error:
-            if isinstance(error, GroupError):
-                self._everyone = self._lane = None  # closes the connections: the other hosts notice
-            raise
-        except RuntimeError as error:
-            self._local.abort()
-            self._everyone = self._lane = None
-            text = str(error)
-            if "imed out" in text or "imeout" in text:
-                raise CollectiveTimeout(
-                    f"rank {self.rank}: no answer from another host within {self._timeout.total_seconds():g} s: {text}"
-                ) from error
-            raise PeerLost(
-                f"rank {self.rank}: the connection to a rank on another host was lost: {text}. Its own output tells why"
-            ) from error
-
-    def _check_one_per_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
-        if len(tensors) != self.size:
-            raise ConfigError(
-                f"rank {self.rank}: {call} needs one tensor for each of the {self.size} ranks, got {len(tensors)}"
+                f"rank {source} sends {sends} bytes to rank {goal}, which expects {expects}",
+                {source: f"sends {sends}", goal: f"wants {expects}"},
             )
 
 
 class _InOrder:
-    """Runs calls one after the other: here, or on one thread when the caller does not want to wait."""
+    """Runs calls one after the other: here, or on one thread when the caller does not wait."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -492,6 +633,8 @@ class _InOrder:
 
 
 class _FutureTicket:
+    """A collective in progress. It ends by itself at its deadline."""
+
     source = ANY_SOURCE
 
     def __init__(self, future: concurrent.futures.Future[None]) -> None:
@@ -511,16 +654,20 @@ class _FutureTicket:
 
 
 class _GlooTicket:
-    def __init__(self, work: Any, keep: torch.Tensor) -> None:
-        self._work, self._keep = work, keep
+    """A message in progress. Gloo gives a time limit to the wait, not to the message."""
+
+    def __init__(self, work: Work, keep: torch.Tensor, timeout_ns: int) -> None:
+        self._work, self._keep, self._timeout_ns = work, keep, timeout_ns
 
     def wait(self, timeout_ns: int = -1) -> bool:
+        limit_ns = timeout_ns if timeout_ns > 0 else self._timeout_ns
         try:
-            self._work.wait(
-                timedelta(microseconds=timeout_ns / 1000)
-            ) if timeout_ns > 0 else self._work.wait()
+            if limit_ns > 0:
+                self._work.wait(timedelta(microseconds=limit_ns / 1000))
+            else:
+                self._work.wait()
         except RuntimeError as error:
-            kind = CollectiveTimeout if "imed out" in str(error) else PeerLost
+            kind = CollectiveTimeout if _is_timeout(str(error)) else PeerLost
             raise kind(f"a message between hosts failed: {error}") from error
         return True
 
@@ -532,9 +679,17 @@ class _GlooTicket:
         return int(self._work._source_rank())
 
 
+def _is_timeout(text: str) -> bool:
+    return "imed out" in text or "imeout" in text
+
+
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """The type in which sums of this type are taken."""
     return _WIDER.get(dtype, dtype)
+
+
+def _code_between_hosts(op: Reduction) -> int:
+    return Op.SUM if op.code in (Op.AVG, Op.PREMUL_SUM) else op.code
 
 
 def _reduce_local(
@@ -542,13 +697,12 @@ def _reduce_local(
 ) -> None:
     """out = op over shares, in their order; all of them bytes of tensors like `like`."""
     pointers = (C.c_void_p * len(shares))(*[address_of(share) for share in shares])
-    core = abi.library()
-    core.plc_reduce_local(
+    abi.library().plc_reduce_local(
         address_of(out), pointers, len(shares), like.numel(), core_dtype(like), code, 1.0
     )
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory, as bytes."""
     if tensor.numel() == 0:
         return tensor.new_empty(0, dtype=torch.uint8)

@@ -17,7 +17,8 @@ from torch._C._distributed_c10d import AllgatherOptions, Store, Work
 from torch._C._distributed_c10d import Backend as _Backend
 
 from paceline.backend import sparse_all_reduce
-from paceline.backend.host_engine import DTYPE_CODES, Engine, HostEngine, Reduction, Ticket
+from paceline.backend.engine import Engine, Reduction, Ticket
+from paceline.backend.host_engine import DTYPE_CODES, HostEngine
 from paceline.backend.monitored_barrier import monitored_barrier
 from paceline.backend.work import Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.core.abi import ANY_SOURCE

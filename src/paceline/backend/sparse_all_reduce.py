@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from paceline.backend.host_engine import Engine, Reduction
+from paceline.backend.engine import Engine, Reduction
 from paceline.errors import ConfigError
 
 __all__ = ["allreduce"]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work
 
-from paceline.backend.host_engine import Ticket
+from paceline.backend.engine import Ticket
 from paceline.errors import CollectiveTimeout
 
 __all__ = ["Completer", "DoneWork", "PendingWork", "timeout_to_ns"]

@@ -16,9 +16,9 @@ __all__ = [
     "ABI_VERSION",
     "ANY_SOURCE",
     "CallRecord",
-    "Caller",
     "Config",
     "Failure",
+    "Interpreter",
     "Kind",
     "MAX_RANKS",
     "Message",
@@ -32,7 +32,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -78,7 +78,7 @@ class Kind:
 
 
 class CallRecord(C.Structure):
-    """`plc_call`: what one rank said about its call."""
+    """`plc_call`: the header of one rank's call."""
 
     _fields_ = [
         ("sequence", C.c_uint64),
@@ -146,13 +146,13 @@ class Config(C.Structure):
     ]
 
 
-class Caller(C.Structure):
-    """`plc_caller`."""
+class Interpreter(C.Structure):
+    """`plc_interpreter`."""
 
     _fields_ = [
-        ("let_go", C.c_void_p),
-        ("take", C.c_void_p),
-        ("wants_to_stop", C.c_void_p),
+        ("release_gil", C.c_void_p),
+        ("acquire_gil", C.c_void_p),
+        ("check_signals", C.c_void_p),
     ]
 
 
@@ -216,7 +216,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             C.POINTER(C.c_void_p),
         ],
     ),
-    "plc_comm_settle": (_I32, [_PTR, _I32]),
+    "plc_comm_probe_direct_reads": (_I32, [_PTR, _I32]),
     "plc_comm_leave": (None, [_PTR]),
     "plc_comm_free": (None, [_PTR]),
     "plc_comm_abort": (_I32, [_PTR]),
@@ -225,9 +225,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_comm_sequence": (_U64, [_PTR]),
     "plc_comm_peer_pid": (_I32, [_PTR, _U32]),
     "plc_comm_peer_left": (_I32, [_PTR, _U32]),
-    "plc_comm_say": (_I32, [_PTR, C.c_char_p, _U64, _I32]),
-    "plc_comm_words": (_U64, [_PTR, _U32, C.c_char_p, _U64]),
-    "plc_comm_called_by": (None, [_PTR, C.POINTER(Caller)]),
+    "plc_comm_publish_error": (_I32, [_PTR, C.c_char_p, _U64, _I32]),
+    "plc_comm_error_text": (_U64, [_PTR, _U32, C.c_char_p, _U64]),
+    "plc_comm_set_interpreter": (None, [_PTR, C.POINTER(Interpreter)]),
     "plc_run": (_I32, [_PTR, C.POINTER(Request)]),
     "plc_submit": (_I32, [_PTR, C.POINTER(Request)]),
     "plc_request_wait": (_I32, [_PTR, C.POINTER(Request), _I64]),
@@ -262,7 +262,7 @@ def _load() -> C.CDLL:
     if not _LIBRARY.exists():
         raise NativeError(_why_missing())
     try:
-        # use_errno: the core reports the operating system's refusals through errno.
+        # use_errno: the core reports failed system calls through errno.
         core = C.CDLL(str(_LIBRARY), use_errno=True)
     except OSError as error:
         raise NativeError(
@@ -308,9 +308,9 @@ def library() -> C.CDLL:
 
 @functools.cache
 def library_holding_gil() -> C.PyDLL:
-    """The same core for calls made with the interpreter lock held, which saves a microsecond.
+    """The same core for calls made with the GIL held, which saves a microsecond.
 
-    For calls that never block, and for those marked [lock] in the header: the core lets the lock go
+    For calls that never block, and for those marked [GIL] in the header: the core releases the GIL
     before it waits, and what a signal handler raises meanwhile (KeyboardInterrupt) is raised by the
     call.
     """
@@ -319,10 +319,10 @@ def library_holding_gil() -> C.PyDLL:
 
 
 @functools.cache
-def interpreter() -> Caller:
-    """How the core lets go of Python's lock and asks for signals."""
+def interpreter() -> Interpreter:
+    """How the core releases the GIL, acquires it again and checks for signals."""
     names = ("PyEval_SaveThread", "PyEval_RestoreThread", "PyErr_CheckSignals")
-    return Caller(*(C.cast(getattr(C.pythonapi, name), C.c_void_p) for name in names))
+    return Interpreter(*(C.cast(getattr(C.pythonapi, name), C.c_void_p) for name in names))
 
 
 @functools.cache

@@ -1,9 +1,10 @@
-#include "rings.h"
+/* See pipeline.h. */
+#include "pipeline.h"
 
 /* More slack than two blocks, and all of it still fits a second-level cache. */
 #define RING_DEPTH 4
 
-void rings_plan(rings *p) {
+void pipeline_plan(pipeline *p) {
     uint32_t ranks = p->comm->ranks;
     p->bytes = p->count * plc_element_bytes(p->dtype);
     p->stage_bytes = p->ring_bytes / RING_DEPTH;
@@ -15,23 +16,23 @@ void rings_plan(rings *p) {
 }
 
 /* Where part `rank` of a block begins, and how long it is. */
-static uint64_t part_at(const rings *p, uint64_t block, uint32_t rank, uint64_t *bytes) {
+static uint64_t part_at(const pipeline *p, uint64_t block, uint32_t rank, uint64_t *bytes) {
     uint64_t from = MIN((block * p->comm->ranks + rank) * p->part, p->bytes);
     *bytes = MIN(p->bytes - from, p->part);
     return from;
 }
 
-static unsigned char *staged_by(const rings *p, uint32_t rank, uint32_t part, uint64_t block) {
-    uint32_t place = part < rank ? part : part - 1; /* a rank stages all parts but its own */
-    return p->stages + rank * p->stride + block % RING_DEPTH * p->stage_bytes + place * p->part;
+static unsigned char *staged_by(const pipeline *p, uint32_t rank, uint32_t part, uint64_t block) {
+    uint32_t index = part < rank ? part : part - 1; /* a rank stages all parts but its own */
+    return p->stages + rank * p->stride + block % RING_DEPTH * p->stage_bytes + index * p->part;
 }
 
-static unsigned char *summed_by(const rings *p, uint32_t rank, uint64_t block) {
+static unsigned char *summed_by(const pipeline *p, uint32_t rank, uint64_t block) {
     return p->sums + rank * p->stride + block % RING_DEPTH * p->part;
 }
 
-static signal_word *progress_of(const rings *p, uint32_t rank, int step) {
-    return (signal_word *)((char *)p->progress + rank * p->progress_stride) + step;
+static event_count *progress_of(const pipeline *p, uint32_t rank, int step) {
+    return (event_count *)((char *)p->progress + rank * p->progress_stride) + step;
 }
 
 static bool is_that_rank(const plc_comm *comm, uint32_t rank, const void *that) {
@@ -40,30 +41,35 @@ static bool is_that_rank(const plc_comm *comm, uint32_t rank, const void *that) 
 }
 
 /* Until every peer has done this step with `blocks` blocks of this call. */
-static int wait_for_peers(const rings *p, int step, uint64_t blocks) {
+static int wait_for_peers(const pipeline *p, int step, uint64_t blocks) {
     plc_comm *comm = p->comm;
     for (uint32_t r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
-        int status =
-            wait_for(comm, progress_of(p, r, step), p->first + (uint32_t)blocks, p->deadline, is_that_rank, &r);
+        event_count *progress = progress_of(p, r, step);
+        uint32_t target = p->first + (uint32_t)blocks;
+        int status = wait_for(comm, progress, target, p->deadline, is_that_rank, &r);
         if (status != PLC_OK) return status;
     }
     return PLC_OK;
 }
 
-static void did(const rings *p, int step) { advance(progress_of(p, p->comm->rank, step), 1); }
-
-static void multiply(const rings *p, uint64_t block) {
-    uint64_t n, from = part_at(p, block, 0, &n), end = MIN(from + p->comm->ranks * p->part, p->bytes);
-    unsigned char *data = p->output + from;
-    const void *only = data;
-    reduce_block(data, &only, 1, (end - from) / plc_element_bytes(p->dtype), p->dtype, PLC_PREMUL_SUM, p->weight);
+static void count_step(const pipeline *p, int step) {
+    advance(progress_of(p, p->comm->rank, step), 1);
 }
 
-void rings_stage(const rings *p, uint64_t block) {
+static void apply_weight(const pipeline *p, uint64_t block) {
+    uint64_t n, from = part_at(p, block, 0, &n);
+    uint64_t end = MIN(from + p->comm->ranks * p->part, p->bytes);
+    unsigned char *data = p->output + from;
+    const void *only = data;
+    reduce_block(data, &only, 1, (end - from) / plc_element_bytes(p->dtype), p->dtype,
+                 PLC_PREMUL_SUM, p->weight);
+}
+
+void pipeline_stage(const pipeline *p, uint64_t block) {
     const plc_comm *comm = p->comm;
     uint64_t n;
-    if (p->weight != 1.0) multiply(p, block);
+    if (p->weight != 1.0) apply_weight(p, block);
     for (uint32_t r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
         uint64_t from = part_at(p, block, r, &n);
@@ -71,31 +77,35 @@ void rings_stage(const rings *p, uint64_t block) {
     }
 }
 
-static int stage_in_turn(const rings *p, uint64_t block, bool staged) {
+static int stage_in_turn(const pipeline *p, uint64_t block, bool staged) {
     int status = block < RING_DEPTH ? PLC_OK : wait_for_peers(p, SUMMED, block - RING_DEPTH + 1);
     if (status != PLC_OK) return status;
-    if (!staged) rings_stage(p, block);
-    did(p, STAGED);
+    if (!staged) pipeline_stage(p, block);
+    count_step(p, STAGED);
     return PLC_OK;
 }
 
-static int sum_block(const rings *p, uint64_t block) {
+static int sum_block(const pipeline *p, uint64_t block) {
     const plc_comm *comm = p->comm;
     int status = wait_for_peers(p, STAGED, block + 1);
-    if (status == PLC_OK && block >= RING_DEPTH) status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
+    if (status == PLC_OK && block >= RING_DEPTH)
+        status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
     if (status != PLC_OK) return status;
-    uint64_t bytes, from = part_at(p, block, comm->rank, &bytes), count = bytes / plc_element_bytes(p->dtype);
+    uint64_t bytes, from = part_at(p, block, comm->rank, &bytes);
+    uint64_t count = bytes / plc_element_bytes(p->dtype);
     const void *inputs[PLC_MAX_RANKS];
     for (uint32_t r = 0; r < comm->ranks; r++)
         inputs[r] = r == comm->rank ? p->input + from : staged_by(p, r, comm->rank, block);
     unsigned char *sums = summed_by(p, comm->rank, block);
-    if (p->reads) reduce_block_twice(p->output + from, sums, inputs, comm->ranks, count, p->dtype, p->op, p->factor);
+    if (p->reads)
+        reduce_block_twice(p->output + from, sums, inputs, comm->ranks, count, p->dtype, p->op,
+                           p->factor);
     else reduce_block(sums, inputs, comm->ranks, count, p->dtype, p->op, p->factor);
-    did(p, SUMMED);
+    count_step(p, SUMMED);
     return PLC_OK;
 }
 
-static int fetch_block(const rings *p, uint64_t block) {
+static int fetch_block(const pipeline *p, uint64_t block) {
     const plc_comm *comm = p->comm;
     int status = wait_for_peers(p, SUMMED, block + 1);
     if (status != PLC_OK) return status;
@@ -103,11 +113,11 @@ static int fetch_block(const rings *p, uint64_t block) {
         uint64_t n, from = part_at(p, block, r, &n);
         if (r != comm->rank) memcpy(p->output + from, summed_by(p, r, block), n);
     }
-    did(p, FETCHED);
+    count_step(p, FETCHED);
     return PLC_OK;
 }
 
-int rings_run(const rings *p, bool staged) {
+int pipeline_run(const pipeline *p, bool staged) {
     int status = PLC_OK;
     for (uint64_t step = 0; status == PLC_OK && step < p->blocks + 2; step++) {
         if (step < p->blocks) status = stage_in_turn(p, step, staged && step == 0);

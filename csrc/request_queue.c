@@ -1,41 +1,54 @@
-/* Running collectives: at once on the caller's thread, or in order on one thread per communicator. */
+/* Running collectives: at once on the caller's thread, or in order on one thread per communicator.
+ *
+ * A synchronous call runs on its own thread only when nothing is queued or running; otherwise it
+ * queues behind the others. So all ranks run their calls in the order they made them.
+ */
 #include <errno.h>
 #include <stdlib.h>
 #include <time.h>
 
 #include "internal.h"
 
-#define SHORT_BYTES (64 * 1024u) /* done in microseconds: not worth letting a lock go */
+#define SHORT_BYTES (64 * 1024u) /* done in microseconds: not worth releasing the GIL */
 #define WAIT_SLICE_NS (50 * 1000 * 1000)
 
-static bool request_is_sound(const plc_comm *comm, const plc_request *q) {
+static bool request_is_valid(const plc_comm *comm, const plc_request *q) {
     if (q->kind >= PLC_KINDS || q->dtype >= PLC_DTYPES) return false;
-    bool reduces = q->kind == PLC_ALLREDUCE || q->kind == PLC_REDUCE || q->kind == PLC_REDUCE_SCATTER;
+    bool reduces = q->kind == PLC_ALLREDUCE || q->kind == PLC_REDUCE ||
+                   q->kind == PLC_REDUCE_SCATTER;
     if (reduces && !can_reduce(q->dtype, q->op)) return false;
-    bool rooted = q->kind == PLC_REDUCE || q->kind == PLC_BROADCAST || q->kind == PLC_GATHER || q->kind == PLC_SCATTER;
+    bool rooted = q->kind == PLC_REDUCE || q->kind == PLC_BROADCAST || q->kind == PLC_GATHER ||
+                  q->kind == PLC_SCATTER;
     return !rooted || (q->root >= 0 && (uint32_t)q->root < comm->ranks);
 }
 
 /* For the error, which may be asked for when the next call has been compared already. */
-static void keep_calls(plc_comm *comm) {
+static void keep_mismatch(plc_comm *comm) {
     pthread_mutex_lock(&comm->failure_lock);
     memcpy(comm->mismatched, comm->last_calls, comm->ranks * sizeof *comm->mismatched);
     pthread_mutex_unlock(&comm->failure_lock);
 }
 
 static int execute(plc_comm *comm, const plc_request *q) {
-    static int (*const collectives[PLC_KINDS])(passage *) = {
-        [PLC_BARRIER] = run_barrier,     [PLC_ALLREDUCE] = run_allreduce, [PLC_REDUCE] = run_reduce,
-        [PLC_BROADCAST] = run_broadcast, [PLC_ALLGATHER] = run_allgather, [PLC_GATHER] = run_allgather,
-        [PLC_SCATTER] = run_alltoall,    [PLC_ALLTOALL] = run_alltoall,   [PLC_REDUCE_SCATTER] = run_reduce_scatter,
+    static int (*const collectives[PLC_KINDS])(op_context *) = {
+        [PLC_BARRIER] = run_barrier,
+        [PLC_ALLREDUCE] = run_allreduce,
+        [PLC_REDUCE] = run_reduce,
+        [PLC_BROADCAST] = run_broadcast,
+        [PLC_ALLGATHER] = run_allgather,
+        [PLC_GATHER] = run_allgather,
+        [PLC_SCATTER] = run_alltoall,
+        [PLC_REDUCE_SCATTER] = run_reduce_scatter,
+        [PLC_ALLTOALL] = run_alltoall,
     };
-    if (!request_is_sound(comm, q)) return PLC_INVALID;
+    if (!request_is_valid(comm, q)) return PLC_INVALID;
     int failure = known_failure(comm);
     if (failure != PLC_OK) return failure;
-    atomic_fetch_add_explicit(&comm->sequence, 1, memory_order_relaxed); /* written by one thread at a time */
-    passage at = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm), q->label};
-    int status = collectives[q->kind](&at);
-    if (status == PLC_MISMATCH) keep_calls(comm);
+    /* Written by one thread at a time. */
+    atomic_fetch_add_explicit(&comm->sequence, 1, memory_order_relaxed);
+    op_context ctx = {comm, q, deadline_after(comm, q->timeout_ns), next_slot(comm), q->label};
+    int status = collectives[q->kind](&ctx);
+    if (status == PLC_MISMATCH) keep_mismatch(comm);
     return status;
 }
 
@@ -46,7 +59,7 @@ static void finish(plc_request *q, int status) {
     futex_wake_all(finished);
 }
 
-static void *work(void *argument) {
+static void *worker_main(void *argument) {
     plc_comm *comm = argument;
     pthread_mutex_lock(&comm->queue_lock);
     for (;;) {
@@ -77,7 +90,7 @@ static void *work(void *argument) {
 static int append(plc_comm *comm, plc_request *q) {
     if (comm->stopping) return PLC_ABORTED; /* nobody would run it */
     if (!comm->worker_started) {
-        int error = pthread_create(&comm->worker, NULL, work, comm);
+        int error = pthread_create(&comm->worker, NULL, worker_main, comm);
         if (error != 0) {
             errno = error;
             return PLC_SYSTEM;
@@ -95,11 +108,11 @@ static int append(plc_comm *comm, plc_request *q) {
 }
 
 int plc_submit(plc_comm *comm, plc_request *q) {
-    if (!step_in(comm)) return PLC_ABORTED;
+    if (!comm_enter(comm)) return PLC_ABORTED;
     pthread_mutex_lock(&comm->queue_lock);
     int status = append(comm, q);
     pthread_mutex_unlock(&comm->queue_lock);
-    step_out(comm);
+    comm_exit(comm);
     return status;
 }
 
@@ -107,17 +120,17 @@ int plc_submit(plc_comm *comm, plc_request *q) {
 static bool wait_until_finished(plc_request *q, int64_t deadline) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
     if (atomic_load(finished) != 0) return true;
-    caller_waits();
+    gil_release();
     while (atomic_load(finished) == 0) {
         int64_t left = deadline - now_ns();
-        if (left <= 0 || caller_stops()) return false;
+        if (left <= 0 || gil_interrupted()) return false;
         futex_wait(finished, 0, MIN(left, WAIT_SLICE_NS));
     }
     return true;
 }
 
-/* Another thread is at it; the request is on our stack and must not outlive this call. */
-static int wait_in_line(plc_comm *comm, plc_request *q) {
+/* Another thread is running; the request is on our stack and must not outlive this call. */
+static int wait_queued(plc_comm *comm, plc_request *q) {
     if (!wait_until_finished(q, INT64_MAX)) {
         plc_comm_abort(comm);
         wait_until_finished(q, INT64_MAX);
@@ -125,8 +138,8 @@ static int wait_in_line(plc_comm *comm, plc_request *q) {
     return (int)q->status;
 }
 
-static int run_in_turn(plc_comm *comm, plc_request *q, caller_scope *scope) {
-    if (caller_is_inside(comm)) return PLC_NESTED;
+static int run_in_turn(plc_comm *comm, plc_request *q, gil_scope *scope) {
+    if (gil_in_collective(comm)) return PLC_NESTED;
     pthread_mutex_lock(&comm->queue_lock);
     bool idle = comm->queue_head == NULL && !comm->running;
     int status = PLC_OK;
@@ -134,10 +147,10 @@ static int run_in_turn(plc_comm *comm, plc_request *q, caller_scope *scope) {
     else status = append(comm, q);
     pthread_mutex_unlock(&comm->queue_lock);
     if (status != PLC_OK) return status;
-    if (!idle) return wait_in_line(comm, q);
-    scope->executes = true;
+    if (!idle) return wait_queued(comm, q);
+    scope->in_collective = true;
     status = execute(comm, q);
-    scope->executes = false;
+    scope->in_collective = false;
     q->status = (uint32_t)status;
     pthread_mutex_lock(&comm->queue_lock);
     comm->running = false;
@@ -149,31 +162,33 @@ static int run_in_turn(plc_comm *comm, plc_request *q, caller_scope *scope) {
 static uint64_t bytes_of(const plc_request *q) { return q->count * plc_element_bytes(q->dtype); }
 
 int plc_run(plc_comm *comm, plc_request *q) {
-    caller_scope scope;
-    if (!step_in(comm)) return PLC_ABORTED;
-    caller_enters(&scope, comm);
-    if (bytes_of(q) > SHORT_BYTES || q->inputs != NULL || q->outputs != NULL) caller_waits();
+    gil_scope scope;
+    if (!comm_enter(comm)) return PLC_ABORTED;
+    gil_scope_enter(&scope, comm);
+    if (bytes_of(q) > SHORT_BYTES || q->inputs != NULL || q->outputs != NULL) gil_release();
     int status = run_in_turn(comm, q, &scope);
-    caller_returns(&scope);
-    step_out(comm);
+    gil_scope_exit(&scope);
+    comm_exit(comm);
     return status;
 }
 
 int plc_request_wait(plc_comm *comm, plc_request *q, int64_t timeout_ns) {
-    caller_scope scope;
-    caller_enters(&scope, comm);
-    bool finished = wait_until_finished(q, timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns));
-    caller_returns(&scope);
+    gil_scope scope;
+    gil_scope_enter(&scope, comm);
+    int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
+    bool finished = wait_until_finished(q, deadline);
+    gil_scope_exit(&scope);
     return finished ? (int)q->status : PLC_PENDING;
 }
 
-int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op, int64_t timeout_ns) {
-    plc_request q = {.kind = PLC_ALLREDUCE, .dtype = dtype, .op = op, .root = -1, .count = count, .input = data,
-                     .output = data, .factor = 1.0, .timeout_ns = timeout_ns};
+int plc_allreduce(plc_comm *comm, void *data, uint64_t count, uint32_t dtype, uint32_t op,
+                  int64_t timeout_ns) {
+    plc_request q = {.kind = PLC_ALLREDUCE, .dtype = dtype, .op = op, .root = -1, .count = count,
+                     .input = data, .output = data, .factor = 1.0, .timeout_ns = timeout_ns};
     return plc_run(comm, &q);
 }
 
-void queue_close(plc_comm *comm) {
+void request_queue_close(plc_comm *comm) {
     pthread_mutex_lock(&comm->queue_lock);
     comm->stopping = true;
     pthread_cond_broadcast(&comm->queue_changed);
