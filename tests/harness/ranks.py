@@ -54,7 +54,7 @@ class RankDied(Exception):
 
 
 class RanksTimedOut(Exception):
-    """Some ranks were still running at the time limit; the message holds every rank's Python stack."""
+    """Ranks were still running at the time limit; the message holds every rank's Python stack."""
 
 
 @dataclasses.dataclass
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def free_rendezvous() -> str:
-    """A fresh `file://` address for torch.distributed, removed with its directory by `run_ranks`."""
+    """A fresh `file://` address for torch.distributed; `run_ranks` removes it afterwards."""
     return f"file://{os.environ[RENDEZVOUS]}"
 
 
@@ -200,9 +200,8 @@ def _run_uncaught(
 def _dump(message: tuple[float, Any, Any]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(message)
-        cloudpickle.loads(
-            data
-        )  # an exception whose constructor takes other arguments than it stores
+        # Fails for an exception whose constructor takes other arguments than it stores.
+        cloudpickle.loads(data)
     except Exception:
         when, value, error = message
         stand_in = RuntimeError(f"not picklable: {error!r} / {value!r}")

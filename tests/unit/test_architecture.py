@@ -1,14 +1,19 @@
 """The shape of the code: imports point downwards, public names are declared, the C ABI is its
-header.
+header, and what needs care stands in one place.
+
+Each rule is one test that reads the whole tree and lists every offender.
 """
 
 from __future__ import annotations
 
 import ast
+import collections
+import functools
 import pathlib
 import re
 import subprocess
 import sys
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -20,7 +25,9 @@ LAYERS = [
     ["_version"],
     ["errors", "_linux", "_malloc"],
     ["rank_env", "failure_channel"],
-    ["_backend_registration"],  # reaches up to `backend` inside a function, when torch asks for a group
+    [
+        "_backend_registration"
+    ],  # reaches up to `backend` inside a function, when torch asks for a group
     ["core"],
     ["backend"],
     ["telemetry"],
@@ -35,8 +42,26 @@ LAYERS = [
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
+# Fences: what may stand in one module only, where the reason for each use is written down.
+TORCH_INTERNALS = "paceline._torch_internals"
+INTERPRETER = "paceline._interpreter"
+INTERPRETER_TRICKS = {
+    "sys": {"_getframe", "_current_frames", "getrefcount", "setprofile", "settrace"},
+    "gc": {"freeze", "get_objects", "get_referrers", "unfreeze"},
+}
 
+# Modules that are still on the wrong side of a fence. These lists only shrink: a module that no
+# longer needs its entry fails the test until the entry is gone.
+STILL_USE_TORCH_INTERNALS: frozenset[str] = frozenset()
+STILL_USE_INTERPRETER_TRICKS: frozenset[str] = frozenset()
+
+LINE_LENGTH = 100
+CODE_SUFFIXES = {".py", ".c", ".h", ".cpp"}
+
+
+@functools.cache
 def modules() -> dict[str, pathlib.Path]:
+    """Every module of the package by its dotted name."""
     found = {}
     for path in PACKAGE.rglob("*.py"):
         parts = path.relative_to(PACKAGE.parent).with_suffix("").parts
@@ -44,22 +69,25 @@ def modules() -> dict[str, pathlib.Path]:
     return found
 
 
-def imports(path: pathlib.Path, *, top_level_only: bool) -> set[str]:
-    """Modules of the package that a file imports, at its top level or anywhere."""
+@functools.cache
+def syntax_tree(name: str) -> ast.Module:
+    return ast.parse(modules()[name].read_text())
+
+
+def imports(name: str, *, top_level_only: bool) -> set[str]:
+    """Modules of the package that a module imports, at its top level or anywhere."""
+    tree = syntax_tree(name)
     found: set[str] = set()
-    tree = ast.parse(path.read_text())
-    nodes = list(_run_at_import(tree)) if top_level_only else list(ast.walk(tree))
-    known = modules()
-    for node in nodes:
+    for node in _run_at_import(tree) if top_level_only else ast.walk(tree):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            found.update(name if name in known else node.module for name in names)
-    return {name for name in found if name in known and name != "paceline"}
+            found.update(name if name in modules() else node.module for name in names)
+    return {name for name in found if name in modules() and name != "paceline"}
 
 
-def _run_at_import(node: ast.AST):
+def _run_at_import(node: ast.AST) -> Iterator[ast.AST]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -69,23 +97,30 @@ def _run_at_import(node: ast.AST):
         yield from _run_at_import(child)
 
 
+def assert_none(offenders: Iterable[str], rule: str) -> None:
+    """Fails with every offender, so that one run shows all there is to do."""
+    if lines := sorted(offenders):
+        pytest.fail(f"{rule}:\n  " + "\n  ".join(lines), pytrace=False)
+
+
 def test_every_part_of_the_package_has_a_layer():
     parts = {name.split(".")[1] for name in modules() if "." in name}
     assert parts - {"__main__"} == set(LEVEL)
 
 
-@pytest.mark.parametrize("name", sorted(set(modules()) - {"paceline", "paceline.__main__"}))
-def test_imports_point_downwards(name):
-    part = name.split(".")[1]
-    for target in imports(modules()[name], top_level_only=part == "_backend_registration"):
-        other = target.split(".")[1]
-        assert other == part or LEVEL[other] < LEVEL[part], (
-            f"{name} imports {target}, which is not below it"
-        )
+def test_imports_point_downwards():
+    offenders = []
+    for name in set(modules()) - {"paceline", "paceline.__main__"}:
+        part = name.split(".")[1]
+        for target in imports(name, top_level_only=part == "_backend_registration"):
+            other = target.split(".")[1]
+            if other != part and LEVEL[other] >= LEVEL[part]:
+                offenders.append(f"{name} imports {target}")
+    assert_none(offenders, "modules may only import from below themselves")
 
 
 def test_no_import_cycles():
-    graph = {name: imports(path, top_level_only=True) for name, path in modules().items()}
+    graph = {name: imports(name, top_level_only=True) for name in modules()}
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
@@ -103,10 +138,18 @@ def test_no_import_cycles():
         visit(name, ())
 
 
-@pytest.mark.parametrize("name", sorted(modules()))
-def test_all_equals_the_public_names(name):
-    """`__all__` lists what a module defines without an underscore; a package lists what it offers."""
-    tree = ast.parse(modules()[name].read_text())
+def test_a_module_name_exists_once():
+    """So that a file is found, and talked about, by its name alone."""
+    paths = collections.defaultdict(list)
+    for path in modules().values():
+        if path.stem not in ("__init__", "__main__"):
+            paths[path.name].append(str(path.relative_to(PACKAGE)))
+    doubled = (f"{name}: {', '.join(sorted(where))}" for name, where in paths.items() if where[1:])
+    assert_none(doubled, "file names used more than once")
+
+
+def _declared_and_defined(tree: ast.Module) -> tuple[list[str] | None, set[str]]:
+    """`__all__`, if there is one, and the names that the module itself defines."""
     declared: list[str] | None = None
     defined: set[str] = set()
     for node in tree.body:
@@ -119,20 +162,180 @@ def test_all_equals_the_public_names(name):
                     defined.add(target.id)
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             defined.add(node.name)
+    return declared, defined
+
+
+def _faults_of_all(name: str) -> Iterator[str]:
+    declared, defined = _declared_and_defined(syntax_tree(name))
     public = {n for n in defined if not n.startswith("_")}
-    is_package = modules()[name].name == "__init__.py"
     if declared is None:
-        assert not public or name.endswith(("__main__", "_version")), (
-            f"{name} has no __all__ but defines {public}"
-        )
+        if public and not name.endswith(("__main__", "_version")):
+            yield f"{name} has no __all__ but defines {sorted(public)}"
         return
-    assert len(declared) == len(set(declared))
-    if is_package:
-        assert public <= set(declared)
-    else:
-        assert set(declared) <= defined, f"{name}: __all__ names what it does not define"
-        hidden = public - set(declared)
-        assert not hidden, f"{name}: public but not in __all__: {sorted(hidden)}"
+    if len(declared) != len(set(declared)):
+        yield f"{name}: __all__ names something twice"
+    if hidden := public - set(declared):
+        yield f"{name}: public but not in __all__: {sorted(hidden)}"
+    is_package = modules()[name].name == "__init__.py"
+    if not is_package and (foreign := set(declared) - defined):
+        yield f"{name}: __all__ names what it does not define: {sorted(foreign)}"
+
+
+def test_all_equals_the_public_names():
+    """`__all__` lists what a module defines without an underscore; a package what it offers."""
+    assert_none(
+        (fault for name in modules() for fault in _faults_of_all(name)), "__all__ is not right"
+    )
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _is_torch(module: str) -> bool:
+    return module.partition(".")[0] == "torch"
+
+
+def _names_bound_to_torch(tree: ast.Module) -> set[str]:
+    """Names that hold torch, one of its modules, or something imported from them."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names.update(a.asname or "torch" for a in node.names if _is_torch(a.name))
+        elif isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+            names.update(a.asname or a.name for a in node.names)
+    return names
+
+
+def _root_name(node: ast.expr) -> str | None:
+    """`a` of `a.b.c` and of `a.b().c[0]`."""
+    while isinstance(node, ast.Attribute | ast.Call | ast.Subscript):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def _has_private_part(node: ast.expr) -> bool:
+    return any(isinstance(n, ast.Attribute) and _is_private(n.attr) for n in ast.walk(node))
+
+
+def torch_internals_used(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each private name of torch.
+
+    Sees imports, attributes of what was imported from torch, and `getattr` on it. What a variable
+    holds is not known here: private methods of torch's objects go unseen.
+    """
+    from_torch = _names_bound_to_torch(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if _is_torch(alias.name) and any(map(_is_private, alias.name.split("."))):
+                    yield node.lineno, f"import {alias.name}"
+        elif isinstance(node, ast.ImportFrom) and _is_torch(node.module or ""):
+            module = node.module or ""
+            for alias in node.names:
+                if any(map(_is_private, (*module.split("."), alias.name))):
+                    yield node.lineno, f"from {module} import {alias.name}"
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            if _root_name(node) in from_torch and not _has_private_part(node.value):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+            holder, attribute = node.args[:2]
+            name = attribute.value if isinstance(attribute, ast.Constant) else ""
+            if _is_private(name) and _root_name(holder) in from_torch:
+                yield node.lineno, ast.unparse(node)
+
+
+def interpreter_tricks_used(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of each reach into the interpreter's own workings."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "__del__":
+            yield node.lineno, "def __del__"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in INTERPRETER_TRICKS.get(node.value.id, ()):
+                yield node.lineno, f"{node.value.id}.{node.attr}"
+        elif isinstance(node, ast.ImportFrom):
+            for alias in node.names:
+                if alias.name in INTERPRETER_TRICKS.get(node.module or "", ()):
+                    yield node.lineno, f"from {node.module} import {alias.name}"
+
+
+def assert_fenced(find, home: str, still_outside: frozenset[str], rule: str) -> None:
+    """What `find` yields for a syntax tree stands in `home` alone, apart from known offenders."""
+    offenders: list[str] = []
+    seen: set[str] = set()
+    for name in set(modules()) - {home}:
+        uses = list(find(syntax_tree(name)))
+        seen.update([name] if uses else [])
+        if name not in still_outside:
+            path = modules()[name].relative_to(ROOT)
+            offenders += [f"{path}:{line}: {text}" for line, text in uses]
+    assert_none(offenders, rule)
+    assert_none(still_outside - seen, "mended, and to be taken off the list of known offenders")
+
+
+def test_private_names_of_torch_are_in_one_module():
+    assert_fenced(
+        torch_internals_used,
+        TORCH_INTERNALS,
+        STILL_USE_TORCH_INTERNALS,
+        "private names of torch outside _torch_internals.py",
+    )
+
+
+def test_interpreter_tricks_are_in_one_module():
+    assert_fenced(
+        interpreter_tricks_used,
+        INTERPRETER,
+        STILL_USE_INTERPRETER_TRICKS,
+        "interpreter tricks outside _interpreter.py",
+    )
+
+
+def test_the_fences_see_what_they_should():
+    seen = torch_internals_used(
+        ast.parse(
+            "import torch, torch._dynamo\n"
+            "import torch.distributed as dist\n"
+            "from torch._C import Node\n"
+            "from torch.utils import _pytree\n"
+            "torch._C.Graph\n"
+            "dist.new_group()._get_backend\n"
+            "getattr(torch, '_foreach_add')\n"
+            "torch.nn.Module.__init__\n"
+            "self._own, paceline._linux\n"
+        )
+    )
+    assert sorted(line for line, _ in seen) == [1, 3, 4, 5, 6, 7]
+    seen = interpreter_tricks_used(
+        ast.parse(
+            "from sys import getrefcount\n"
+            "sys._getframe(1)\n"
+            "gc.get_objects()\n"
+            "class A:\n"
+            "    def __del__(self): pass\n"
+            "gc.collect(), sys.exit()\n"
+        )
+    )
+    assert sorted(line for line, _ in seen) == [1, 2, 3, 5]
+
+
+def test_no_line_is_too_long():
+    """Python, C and C++ alike; ruff looks at Python alone."""
+    paths = [
+        path
+        for folder in ("src", "csrc", "tests")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in CODE_SUFFIXES
+    ]
+    assert_none(
+        (
+            f"{path.relative_to(ROOT)}:{number}: {len(line)} columns"
+            for path in paths
+            for number, line in enumerate(path.read_text().splitlines(), 1)
+            if len(line) > LINE_LENGTH
+        ),
+        f"lines of more than {LINE_LENGTH} columns",
+    )
 
 
 def test_every_public_name_resolves():
