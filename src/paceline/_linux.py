@@ -1,16 +1,42 @@
-"""Facts about processes on this host: which host it is, who a peer is, and how it ended."""
+"""What Linux offers about processes and memory, and Python does not: the only reader of `/proc`.
+
+Everything here is a fact of this host at this moment. A process that is gone is no error: readers
+return None, because whoever asks about another process races with its end.
+"""
 
 from __future__ import annotations
 
 import array
 import contextlib
+import ctypes
+import dataclasses
 import fcntl
 import os
 import pathlib
+import signal
 import struct
 import threading
+import time
+from collections.abc import Iterator
 
-__all__ = ["PidWatch", "exit_code_of", "host_identity", "is_running"]
+__all__ = [
+    "PidWatch",
+    "ProcessStat",
+    "adopt_orphans",
+    "anonymous_memory",
+    "boot_id",
+    "catches_signal",
+    "descendants",
+    "die_with_parent",
+    "end_descendants",
+    "exit_code_of",
+    "host_identity",
+    "is_running",
+    "open_descriptor_of",
+    "outlive_parent",
+    "process_ids",
+    "read_stat",
+]
 
 # _IOWR(0xFF, 11, struct pidfd_info): since Linux 6.13; the exit code since 6.15 (linux/pidfd.h).
 _PIDFD_INFO_BYTES = 64
@@ -18,23 +44,151 @@ _PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO_BYTES << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_AT = 60
 
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+_KILL_TIMEOUT_S = 5.0
+
+
+# ------------------------------------------------------------------- this host
+
+
+def boot_id() -> str:
+    """A name for the time since this machine was started."""
+    return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
 
 def host_identity() -> str:
-    """Equal for two processes that can share memory: same boot, same IPC, pid and user namespaces,
-    same user.
+    """Equal for two processes that can share memory: the same boot, the same IPC, pid and user
+    namespaces, the same user.
 
     Not the host name: containers share one, and one machine may have several.
     """
-    boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = "-".join(
         str(os.stat(f"/proc/self/ns/{name}").st_ino) for name in ("ipc", "pid", "user")
     )
-    return f"{boot}-{namespaces}-{os.geteuid()}"
+    return f"{boot_id()}-{namespaces}-{os.geteuid()}"
+
+
+def anonymous_memory(name: str, nbytes: int = 0) -> int:
+    """A descriptor of memory without a name in any file system: nothing is left behind by a kill.
+
+    `name` is what `/proc/<pid>/maps` and `/proc/<pid>/fd` show.
+    """
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    if nbytes:
+        os.truncate(descriptor, nbytes)
+    return descriptor
+
+
+def open_descriptor_of(pid: int, number: int) -> int:
+    """Open what another process of the same user has open under a descriptor number."""
+    return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+
+
+# ------------------------------------------------------------- other processes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ProcessStat:
+    """The fields of `/proc/<pid>/stat` that anybody here asks for."""
+
+    command: str
+    state: str  # R running, S sleeping, D in the kernel, T stopped, t traced, Z ended, X gone
+    parent: int
+    start_ticks: int  # since boot; with the pid, a name that is never used again
+    exit_status: int  # as waitpid() gives it; meaningful in state Z only
+
+    @property
+    def has_ended(self) -> bool:
+        return self.state in "ZX"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in "Tt"
+
+
+def read_stat(pid: int, tid: int | None = None) -> ProcessStat | None:
+    """What the kernel says of a process, or of one of its threads; None if there is none."""
+    path = f"/proc/{pid}/stat" if tid is None else f"/proc/{pid}/task/{tid}/stat"
+    try:
+        with open(path, "rb") as file:
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return None
+    # The command is the one field that may hold spaces and parentheses.
+    head, _, tail = text.rpartition(")")
+    fields = tail.split()
+    try:
+        return ProcessStat(
+            command=head.partition("(")[2],
+            state=fields[0],
+            parent=int(fields[1]),
+            start_ticks=int(fields[19]),
+            exit_status=int(fields[-1]),
+        )
+    except (IndexError, ValueError):  # it ended while we read
+        return None
+
+
+def process_ids() -> Iterator[int]:
+    """Every process of this host that can be seen."""
+    with os.scandir("/proc") as entries:
+        for entry in entries:
+            if entry.name.isdigit():
+                yield int(entry.name)
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process of this host still runs; one that ended and was not waited for does not."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    stat = read_stat(pid)
+    return stat is None or not stat.has_ended
+
+
+def catches_signal(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = pathlib.Path(f"/proc/{pid}/status").read_text().splitlines()
+        mask = next(line for line in lines if line.startswith("SigCgt:")).split()[1]
+        return bool(int(mask, 16) >> (number - 1) & 1)
+    return False
+
+
+def exit_code_of(pid: int, pidfd: int) -> int | None:
+    """How a process that is not our child ended, as `subprocess` counts: negative for a signal.
+
+    None if unknown.
+    """
+    stat = read_stat(pid)
+    status = stat.exit_status if stat is not None and stat.has_ended else None
+    if status is None and pidfd >= 0:
+        status = _pidfd_status(pidfd)
+    return None if status is None else os.waitstatus_to_exitcode(status)
+
+
+def _pidfd_status(pidfd: int) -> int | None:
+    """Ask the descriptor itself: works after the process was waited for, where kernels keep it."""
+    info = array.array("B", struct.pack("<Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
+    with contextlib.suppress(OSError):
+        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
+        (mask,) = struct.unpack_from("<Q", info)
+        if mask & _PIDFD_INFO_EXIT:
+            (status,) = struct.unpack_from("<i", info, _EXIT_CODE_AT)
+            return int(status)
+    return None
 
 
 class PidWatch:
-    """One descriptor per watched process, however many groups watch it: 255 peers in ten groups
-    stay 255.
+    """One descriptor per watched process, however many groups watch it.
+
+    So 255 peers in ten groups cost 255 descriptors.
     """
 
     def __init__(self) -> None:
@@ -42,9 +196,7 @@ class PidWatch:
         self._open: dict[int, tuple[int, int]] = {}  # pid -> (descriptor, users)
 
     def acquire(self, pid: int) -> int:
-        """A descriptor that becomes readable when the process ends; -1 where the kernel offers
-        none.
-        """
+        """A descriptor that becomes readable when the process ends; -1 where there are none."""
         with self._lock:
             descriptor, users = self._open.get(pid, (-1, 0))
             if users == 0:
@@ -73,45 +225,89 @@ class PidWatch:
                 os.close(descriptor)
 
 
-def is_running(pid: int) -> bool:
-    """Whether a process of this host still runs; one that ended and was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return _zombie_status(pid) is None
+# -------------------------------------------------------- parents and children
 
 
-def exit_code_of(pid: int, pidfd: int) -> int | None:
-    """How a process that is not our child ended, as `subprocess` counts: negative for a signal;
-    None if unknown.
+def die_with_parent(parent: int) -> None:
+    """Have the kernel kill this process when the thread that started it ends.
+
+    At once, if `parent` is gone already.
     """
-    status = _zombie_status(pid)
-    if status is None and pidfd >= 0:
-        status = _pidfd_status(pidfd)
-    return None if status is None else os.waitstatus_to_exitcode(status)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _zombie_status(pid: int) -> int | None:
-    """The last field of /proc/pid/stat, for a process that has ended and was not waited for yet."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if fields[0] in "ZX":
-            return int(fields[-1])
-    return None
+def outlive_parent() -> None:
+    """Take back `die_with_parent`."""
+    _prctl(_PR_SET_PDEATHSIG, 0)
 
 
-def _pidfd_status(pidfd: int) -> int | None:
-    """Ask the descriptor itself: works after the process was waited for, on kernels that keep the
-    answer.
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, instead of init."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _prctl(option: int, value: int) -> None:
+    arguments = [ctypes.c_ulong(number) for number in (value, 0, 0, 0)]
+    if _libc.prctl(option, *arguments) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}, {value})")
+
+
+def descendants(root: int) -> list[int]:
+    """Living processes below `root`, parents before children. Zombies do not count."""
+    children: dict[int, list[int]] = {}
+    ended = set()
+    for pid in process_ids():
+        stat = read_stat(pid)
+        if stat is None:
+            continue
+        children.setdefault(stat.parent, []).append(pid)
+        if stat.state == "Z":
+            ended.add(pid)
+    below: list[int] = []
+    generation = list(children.get(root, []))
+    while generation:
+        below += generation
+        generation = [child for parent in generation for child in children.get(parent, [])]
+    return [pid for pid in below if pid not in ended]
+
+
+def end_descendants(root: int, *, wait_s: float, term_s: float) -> None:
+    """End every descendant: wait for those that end by themselves, then SIGTERM, then SIGKILL.
+
+    The first wait is for helpers that clean up when their parent is gone, such as multiprocessing's
+    resource tracker: killing those at once would leave shared memory behind.
     """
-    info = array.array("B", struct.pack("<Q", _PIDFD_INFO_EXIT).ljust(_PIDFD_INFO_BYTES, b"\0"))
-    with contextlib.suppress(OSError):
-        fcntl.ioctl(pidfd, _PIDFD_GET_INFO, info)
-        (mask,) = struct.unpack_from("<Q", info)
-        if mask & _PIDFD_INFO_EXIT:
-            (status,) = struct.unpack_from("<i", info, _EXIT_CODE_AT)
-            return int(status)
-    return None
+    if _gone_within(root, wait_s):
+        return
+    _signal_all(root, signal.SIGTERM)
+    if _gone_within(root, term_s):
+        return
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while descendants(root) and time.monotonic() < deadline:
+        _signal_all(root, signal.SIGKILL)
+        _gone_within(root, 0.1)
+
+
+def _signal_all(root: int, number: int) -> None:
+    for pid in descendants(root):
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
+
+
+def _gone_within(root: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while descendants(root):
+        _reap()
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.01)
+    _reap()
+    return True
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass

@@ -1,0 +1,85 @@
+"""The one place for tricks with the interpreter: what Python allows and does not recommend.
+
+Each entry says why it is needed, where CPython promises it, and what happens where it does not
+hold. `tests/unit/test_interpreter.py` guards every one of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+__all__ = [
+    "REFERENCES_OF_ARGUMENT",
+    "find_caller",
+    "freeze_garbage",
+    "live_objects",
+    "reference_count",
+    "without_collecting",
+]
+
+# ------------------------------------------------------------ reference counts
+
+# Whether somebody besides us holds a tensor: only then must its memory be left alone. There is no
+# other way to ask. CPython counts references exactly (docs: sys.getrefcount) up to immortal
+# objects, which tensors are not; an interpreter that counted differently would make the count
+# larger, and the callers then copy where they need not. Bound here as a plain name: it is called
+# for every gradient in every step.
+reference_count = sys.getrefcount
+
+# What `reference_count(x)` is when only one name or container refers to x: that one, and the
+# argument of the call.
+REFERENCES_OF_ARGUMENT = 2
+
+
+# ---------------------------------------------------------------------- frames
+
+
+def find_caller(function_name: str) -> FrameType | None:
+    """The innermost frame above this one that runs a function of this name.
+
+    For what an interface does not pass on and only its caller knows. `sys._getframe` is CPython's
+    (docs: sys._getframe); where it is missing nobody is found, and callers treat that as "not
+    called from there".
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != function_name:
+        frame = frame.f_back
+    return frame
+
+
+# ---------------------------------------------------------- garbage collection
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """No garbage collection inside, for example around a fork or while much is imported."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
+
+def freeze_garbage() -> None:
+    """What exists now is never collected (docs: gc.freeze).
+
+    In a process that forks: the collector would touch, and so copy, every page in every child. In
+    the child: what the parent had not collected yet may own threads that the child does not have.
+    """
+    gc.freeze()
+
+
+def live_objects() -> list[Any]:
+    """Everything the collector knows (docs: gc.get_objects), to find a function by its address.
+
+    A forked child has the objects of its parent at the same addresses; what cannot be imported by
+    name can be found so. Untracked objects are missing: callers then report the object as unknown.
+    """
+    return gc.get_objects()

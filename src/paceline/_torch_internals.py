@@ -1,0 +1,164 @@
+"""The one place for torch's private names.
+
+Each entry says why a public name does not do, where torch has it, and what happens where a version
+of torch lacks it. `tests/unit/test_torch_internals.py` calls every one of them, so that a version
+of torch that changes one fails there first and not in a training run.
+
+Names that are called for every gradient are bound as they are: a wrapper would cost more than they
+do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Torch's own DDP asks the same question before every forward, to name a region in a profile
+# (torch/nn/parallel/distributed.py uses the public record_function, which costs microseconds even
+# when nobody profiles). Missing: the import fails, and so does its guard test.
+from torch._C._autograd import _profiler_enabled as is_profiling
+
+# Public under `torch.distributed` at run time; only the private module has types for them.
+from torch._C._distributed_c10d import (
+    BuiltinCommHookType,
+    GradBucket,
+    HashStore,
+    PrefixStore,
+    ProcessGroupGloo,
+    Store,
+    TCPStore,
+    Work,
+)
+
+__all__ = [
+    "BuiltinCommHookType",
+    "GradBucket",
+    "HashStore",
+    "PrefixStore",
+    "ProcessGroupGloo",
+    "Store",
+    "TCPStore",
+    "Work",
+    "current_graph_task",
+    "default_store",
+    "device_types_of",
+    "flatten_dense",
+    "foreach_add",
+    "foreach_add_",
+    "foreach_copy_",
+    "is_profiling",
+    "keeps_graph",
+    "preserve_version",
+    "queue_end_of_backward",
+    "storage_users",
+    "store_of",
+    "unflatten_dense",
+    "version_of",
+]
+
+# -------------------------------------------------------------------- autograd
+
+# Which backward is running, -1 for none: tells nested backwards (re-entrant checkpoints) from the
+# outermost one. torch/csrc/autograd/init.cpp; used by torch.utils.checkpoint in the same way.
+current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+# Whether the backward that is running keeps its graph (retain_graph). torch/csrc/autograd/init.cpp.
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+
+# How often a tensor was changed in place. Public in autograd's documentation ("in-place correctness
+# checks") though its name has an underscore.
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+
+
+def queue_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call back when the outermost backward is through; it is dropped uncalled if that raises.
+
+    There is no public way to run code at the end of a backward. FSDP and torch's own DDP rely on
+    this one (torch/csrc/autograd/python_engine.cpp).
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+    """Changes inside are not counted: buffers are synchronised between forward and backward.
+
+    torch/autograd/grad_mode.py; torch's DDP does the same with buffers.
+    """
+    from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+
+    return _unsafe_preserve_version_counter(tensor)
+
+
+# --------------------------------------------------------------------- tensors
+
+# One call for many tensors, which optimizers use under the same names (torch/optim); public
+# counterparts exist in no version of torch yet.
+foreach_copy_: Callable[..., Any] = torch._foreach_copy_
+foreach_add: Callable[..., Any] = torch._foreach_add
+foreach_add_: Callable[..., Any] = torch._foreach_add_
+
+
+def storage_users(tensor: torch.Tensor) -> int:
+    """How many tensors and storage objects refer to the memory of a tensor.
+
+    Whether somebody holds a slice of a gradient that is about to be overwritten. CUDA graphs'
+    memory pools ask the same way (torch/_inductor/cudagraph_trees.py).
+    """
+    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return count
+
+
+def flatten_dense(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Many tensors of one dtype as one. torch/_utils.py, as torch's DDP and optimizers use it."""
+    from torch._utils import _flatten_dense_tensors
+
+    flat: torch.Tensor = _flatten_dense_tensors(tensors)
+    return flat
+
+
+def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Undo `flatten_dense`."""
+    from torch._utils import _unflatten_dense_tensors
+
+    parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, like)
+    return parts
+
+
+# -------------------------------------------------------------- process groups
+
+
+def default_store() -> Store:
+    """The store of the default process group. torch/distributed/distributed_c10d.py."""
+    from torch.distributed.distributed_c10d import _get_default_store
+
+    store: Store = _get_default_store()
+    return store
+
+
+def store_of(group: dist.ProcessGroup) -> Store | None:
+    """The store a group was made with; None for a group that torch has no record of."""
+    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
+    return store
+
+
+def device_types_of(group: dist.ProcessGroup) -> set[str]:
+    """The kinds of devices whose tensors a group takes. torch/csrc/distributed/c10d/init.cpp."""
+    return {device.type for device in group._device_types}
+
+
+# ----------------------------------------------------- DistributedDataParallel
+
+# ---------------------------------------------------------------- DataParallel
+
+# --------------------------------------------------------------------- backend
+
+# ------------------------------------------------------------------------ data
+
+# ---------------------------------------------------------------------- launch
+
+# ------------------------------------------------------------------- telemetry

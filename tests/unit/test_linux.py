@@ -1,0 +1,72 @@
+"""Facts about processes, checked on processes made for it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from paceline import _linux
+
+
+def test_a_process_is_described_and_its_end_is_noticed():
+    child = subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(3)"],
+                             stdin=subprocess.PIPE)  # fmt: skip
+    pidfd = os.pidfd_open(child.pid)
+    try:
+        stat = _linux.read_stat(child.pid)
+        assert stat is not None
+        assert (stat.parent, stat.has_ended, stat.is_stopped) == (os.getpid(), False, False)
+        assert "python" in stat.command
+        assert _linux.read_stat(child.pid, child.pid) is not None
+        assert child.pid in set(_linux.process_ids())
+        assert child.pid in _linux.descendants(os.getpid())
+        assert _linux.is_running(child.pid)
+        assert child.stdin is not None
+        child.stdin.close()
+        deadline = time.monotonic() + 10
+        while _linux.is_running(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not _linux.is_running(child.pid)
+        assert _linux.exit_code_of(child.pid, pidfd) == 3
+    finally:
+        child.wait()
+        os.close(pidfd)
+    assert _linux.read_stat(child.pid) is None
+
+
+def test_a_command_with_parentheses_and_spaces(tmp_path):
+    program = tmp_path / "a) b (c"
+    program.write_text("#!/bin/sh\nread line\n")
+    program.chmod(0o755)
+    child = subprocess.Popen([program], stdin=subprocess.PIPE)
+    try:
+        stat = _linux.read_stat(child.pid)
+        assert stat is not None
+        assert stat.parent == os.getpid()
+    finally:
+        child.communicate()
+
+
+def test_anonymous_memory_is_opened_through_its_owner():
+    owner = _linux.anonymous_memory("paceline-test", 4096)
+    other = _linux.open_descriptor_of(os.getpid(), owner)
+    try:
+        with mmap.mmap(owner, 4096) as mine, mmap.mmap(other, 4096) as theirs:
+            mine[0] = 7
+            assert theirs[0] == 7
+    finally:
+        os.close(owner)
+        os.close(other)
+
+
+def test_caught_signals_are_seen():
+    previous = signal.signal(signal.SIGUSR2, lambda *_: None)
+    try:
+        assert _linux.catches_signal(os.getpid(), signal.SIGUSR2)
+    finally:
+        signal.signal(signal.SIGUSR2, previous)
+    assert not _linux.catches_signal(os.getpid(), signal.SIGUSR2)

@@ -1,0 +1,80 @@
+"""Torch's private names are there and do what we take them to do: a new torch fails here first."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from paceline import _torch_internals as internals
+
+
+def test_every_name_is_there():
+    for name in internals.__all__:
+        assert callable(getattr(internals, name))
+
+
+def test_the_graph_task_is_known_inside_a_backward_only():
+    x = torch.ones(2, requires_grad=True)
+    inside: list[tuple[int, bool]] = []
+    y = x * 2
+    y.register_hook(
+        lambda _: inside.append((internals.current_graph_task(), internals.keeps_graph()))
+    )
+    assert internals.current_graph_task() == -1
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert inside[0][0] >= 0
+    assert [keeps for _, keeps in inside] == [True, False]
+
+
+def test_the_end_of_backward_is_called_after_all_gradients():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    seen: list[bool] = []
+
+    def at_output(_: torch.Tensor) -> None:
+        internals.queue_end_of_backward(lambda: seen.append(x.grad is not None))
+
+    y.register_hook(at_output)
+    y.sum().backward()
+    assert seen == [True]
+
+
+def test_versions_count_changes_in_place_and_can_be_kept():
+    x = torch.zeros(2)
+    before = internals.version_of(x)
+    with internals.preserve_version(x):
+        x.add_(1)
+    assert internals.version_of(x) == before
+    x.add_(1)
+    assert internals.version_of(x) == before + 1
+
+
+def test_users_of_a_storage_include_views():
+    x = torch.zeros(4)
+    alone = internals.storage_users(x)
+    view = x[:2]
+    assert internals.storage_users(x) == alone + 1
+    del view
+    assert internals.storage_users(x) == alone
+
+
+def test_many_tensors_at_once():
+    tensors = [torch.ones(2), torch.ones(3)]
+    internals.foreach_copy_(tensors, [torch.zeros(2), torch.zeros(3)])
+    assert all(not tensor.any() for tensor in tensors)
+    flat = internals.flatten_dense(tensors)
+    assert [part.shape for part in internals.unflatten_dense(flat, tensors)] == [(2,), (3,)]
+    assert [total.sum() for total in internals.foreach_add(tensors, tensors)] == [0, 0]
+
+
+def test_stores_and_devices_of_groups():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert internals.default_store() is not None
+        assert internals.store_of(group) is not None
+        assert "cpu" in internals.device_types_of(group)
+    finally:
+        dist.destroy_process_group()
