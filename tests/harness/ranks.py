@@ -27,7 +27,8 @@ RENDEZVOUS = "PACELINE_TEST_RENDEZVOUS"
 _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first optimizer a process makes imports it, for more than a second.
+# What most ranks would import anyway, hundreds of times in a run of the suite. torch._dynamo: the
+# first optimizer a process makes imports it, for more than a second.
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -35,7 +36,13 @@ _PRELOAD = [
     "numpy",
     "pytest",
     "hypothesis",
-    "paceline",
+    "paceline.checkpoint",
+    "paceline.data",
+    "paceline.ddp",
+    "paceline.diagnostics.session",
+    "paceline.dp",
+    "paceline.launch.init",
+    "tests.harness.ranks",
 ]
 _context.set_forkserver_preload(_PRELOAD)
 

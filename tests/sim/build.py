@@ -40,9 +40,7 @@ class SimUnavailable(Exception):
 def library() -> pathlib.Path:
     """The compiled library; built now if it has not been for this torch and these sources."""
     compiler = _compiler()
-    return cached_build(
-        "libsim.so", _inputs(compiler), lambda target: _build(compiler, target)
-    )
+    return cached_build("libsim.so", _inputs(compiler), lambda target: _build(compiler, target))
 
 
 def _compiler() -> list[str]:
