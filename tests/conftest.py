@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import sysconfig
 from collections.abc import Iterator
@@ -11,6 +10,9 @@ import hypothesis
 import pytest
 
 from tests.harness import leaks
+from tests.harness.skips import pytest_unconfigure
+
+__all__ = ["pytest_collection_modifyitems", "pytest_unconfigure"]
 
 # Deadlines are pytest-timeout's business: on a shared machine hypothesis' own would fail at random.
 hypothesis.settings.register_profile("paceline", deadline=None, print_blob=True)
@@ -21,9 +23,9 @@ _SCRIPTS = sysconfig.get_path("scripts")
 if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = os.pathsep.join([_SCRIPTS, os.environ["PATH"]])
 
-# Tests of one group run in one worker, one after the other. A Ray cluster is found by every program
-# on the machine, so there is one at a time.
-_GROUPS = {"test_launch_ray.py": "ray"}
+# Files whose tests run in one worker, one after the other, because of something that every program
+# on the machine finds: a Ray cluster, the status pages of a job called the same in each test.
+_GROUPS = {"test_launch_ray.py": "ray", "test_status_page.py": "status pages"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,26 +44,3 @@ def _leaves_nothing_behind() -> Iterator[None]:
     left = leaks.leaks(before)
     if left:
         pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """The last line of a run: what was skipped, and why.
-
-    Workers have no terminal; their reports arrive at the process that has one.
-    """
-    terminal = config.pluginmanager.get_plugin("terminalreporter")
-    if terminal is None or hasattr(config, "workerinput") or config.option.collectonly:
-        return
-    reports = terminal.stats.get("skipped", [])
-    files = collections.defaultdict(collections.Counter)
-    for report in reports:
-        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
-        file = report.nodeid.partition("::")[0]
-        files[reason.removeprefix("Skipped: ")][file] += 1
-    parts = [
-        f"{reason} ({', '.join(f'{file}: {count}' for file, count in sorted(where.items()))})"
-        for reason, where in sorted(files.items())
-    ]
-    terminal.write_line(
-        f"skipped {len(reports)} tests: " + "; ".join(parts) if parts else "skipped no test"
-    )

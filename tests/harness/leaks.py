@@ -38,15 +38,17 @@ def leaks(before: dict[str, set[str]]) -> list[str]:
     """What is there now and was not before, and stays for a short grace: some things are just
     ending.
 
-    Only what is there at every look counts: other programs on the machine come and go in shared
-    memory meanwhile.
+    Only what is there at every look counts: other programs on the machine, and tests in other
+    workers, come and go in shared memory meanwhile.
     """
     found = _new_since(before)
     deadline = time.monotonic() + GRACE_S
     while found and time.monotonic() < deadline:
         time.sleep(0.02)
         found &= _new_since(before)
-    return sorted(item for item in found if not _belongs_to_another_program(item))
+    ours = {item for item in found if not _belongs_to_another_program(item)}
+    # Once more: its owner may have ended after the last look and before the question whose it is.
+    return sorted(ours & _new_since(before)) if ours else []
 
 
 def _new_since(before: dict[str, set[str]]) -> set[str]:
