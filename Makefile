@@ -1,11 +1,23 @@
-# Everything sets itself up in a local .venv: `make train` and `make test` are all a fresh machine needs.
-# A second run finds the stamps newer than the sources and starts at once.
+# Everything sets itself up in a local .venv: `make train` and `make test` are all a fresh machine
+# needs. A second run finds the stamps newer than the sources and starts at once.
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-BUILD_INPUTS := pyproject.toml setup.py constraints.txt src/paceline/_version.py $(wildcard csrc/*.c csrc/*.h csrc/include/*.h)
+BUILD_INPUTS := pyproject.toml setup.py constraints.txt src/paceline/_version.py \
+	$(wildcard csrc/*.c csrc/*.h csrc/include/*.h)
+
+# Many tests wait, for a time limit or a process to start: one worker more than cores keeps the cores
+# busy. `make test WORKERS=0` runs them in one process, for a debugger.
+WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
+PARALLEL := -n $(WORKERS) --dist loadgroup
+
+# Tests start hundreds of interpreters, which need not compile the package each time.
+unexport PYTHONDONTWRITEBYTECODE
+
+# mpirun comes with the test dependencies.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: help train test check lint types fast-test bench docs native-test gpu-test setup clean
 
@@ -26,9 +38,11 @@ $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
 	@touch $@
 
-# What tests, lint and type checks need on top.
+# What tests, lint and type checks need on top. MPICH has a prefix of its own, because it brings
+# programs of the same names as Open MPI.
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(PIP) install --quiet --constraint constraints.txt --prefix $(VENV)/mpich mpich
 	@touch $@
 
 setup: $(VENV)/.installed-dev
@@ -37,7 +51,7 @@ train: $(VENV)/.installed
 	$(BIN)/python examples/digits.py $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
 
 check: lint types fast-test
 
@@ -49,7 +63,7 @@ types: $(VENV)/.installed-dev
 	$(BIN)/mypy
 
 fast-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q -m "not slow" tests/unit $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -q -m "not slow" tests/unit $(ARGS)
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/paceline bench all $(ARGS)
@@ -59,7 +73,7 @@ docs: $(VENV)/.installed-dev
 	$(BIN)/mkdocs build --quiet --strict --site-dir site
 
 native-test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q tests/native $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) -q tests/native $(ARGS)
 
 gpu-test: $(VENV)/.installed-dev
 	PACELINE_TEST_DEVICE=cuda $(BIN)/python -m pytest tests/devices/test_matrix_*.py $(ARGS)

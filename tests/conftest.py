@@ -1,17 +1,37 @@
-"""Fixtures for every test: nothing is left behind, and a failing run tells its seed."""
+"""For every test: nothing is left behind, and the last line of a run lists what was skipped."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 
 from tests.harness import leaks
+from tests.harness.skips import pytest_unconfigure
+
+__all__ = ["pytest_collection_modifyitems", "pytest_unconfigure"]
 
 # Deadlines are pytest-timeout's business: on a shared machine hypothesis' own would fail at random.
 hypothesis.settings.register_profile("paceline", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("paceline")
+
+# Programs that came with the test dependencies, mpirun among them, are beside the interpreter.
+_SCRIPTS = sysconfig.get_path("scripts")
+if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
+    os.environ["PATH"] = os.pathsep.join([_SCRIPTS, os.environ["PATH"]])
+
+# Files whose tests run in one worker, one after the other, because of something that every program
+# on the machine finds: a Ray cluster, the status pages of a job called the same in each test.
+_GROUPS = {"test_launch_ray.py": "ray", "test_status_page.py": "status pages"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if group := _GROUPS.get(item.path.name):
+            item.add_marker(pytest.mark.xdist_group(group))
 
 
 @pytest.fixture(autouse=True)
@@ -21,6 +41,6 @@ def _leaves_nothing_behind() -> Iterator[None]:
     """
     before = leaks.snapshot()
     yield
-    found = leaks.leaks(before)
-    if found:
-        pytest.fail("this test left behind:\n  " + "\n  ".join(found), pytrace=False)
+    left = leaks.leaks(before)
+    if left:
+        pytest.fail("this test left behind:\n  " + "\n  ".join(left), pytrace=False)

@@ -1,4 +1,6 @@
-"""Which devices the tests of this directory run on, and which implementations the matrix compares."""
+"""Which devices the tests of this directory run on, and which implementations the matrix
+compares.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ def sim_machine() -> Machine:
 
 @pytest.fixture(scope="session")
 def machine(request: pytest.FixtureRequest) -> Machine:
-    """The devices of the matrix: simulated, or real ones where PACELINE_TEST_DEVICE asks for them."""
+    """The devices of the matrix: simulated, or real ones if PACELINE_TEST_DEVICE asks for them."""
     if chosen_device_type() == "sim":
         return request.getfixturevalue("sim_machine")
     import torch

@@ -89,7 +89,7 @@ class Scenario:
         return model
 
     def train_by_hand(self, world: int) -> nn.Module:
-        """The same on the CPU; buffers go on from rank 0's, as they do when rank 0 broadcasts them."""
+        """The same on the CPU; buffers continue from rank 0's, as when rank 0 broadcasts them."""
         model = self.initial()
         optimizer = torch.optim.SGD(model.parameters(), 0.1)
         for step in range(STEPS):

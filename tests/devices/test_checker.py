@@ -61,7 +61,7 @@ def overwrite(keep: Keep) -> None:
 
 
 def prefetch(keep: Keep) -> None:
-    """Batches copied ahead on a stream of their own, from one pinned buffer that the host refills."""
+    """Batches copied ahead on their own stream, from one pinned buffer that the host refills."""
     copies, main = torch.Stream("sim:1"), torch.accelerator.current_stream(1)
     staging = torch.empty(8, pin_memory=True)
     total = torch.zeros((), device="sim:1")
@@ -267,7 +267,7 @@ def test_a_hazard_can_be_raised_where_it_happens(sim_machine):
     sim_machine.on_devices(body)
 
 
-# ---- against a model: happens-before as a graph, every pair of accesses compared -----------------------
+# ---- against a model: happens-before as a graph, every pair of accesses compared
 
 STREAMS, EVENTS, CELLS = 3, 3, 4
 

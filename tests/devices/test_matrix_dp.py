@@ -144,7 +144,7 @@ class _LastOfLstm(nn.Module):
 class Autocast(Case):
     relative_error = 0.05
     skipped: ClassVar = {
-        "stock": "torch's parallel_apply carries neither this autocast nor its dtype into its threads"
+        "stock": "torch's parallel_apply carries neither autocast nor its dtype into its threads"
     }
 
     def initial(self) -> nn.Module:

@@ -1,4 +1,6 @@
-"""The simulated device does what a device does: values, random numbers, memory, devices kept apart."""
+"""The simulated device does what a device does: values, random numbers, memory, separate
+devices.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 from tests.devices.machine import Machine
+from tests.harness.build_cache import digest
 from tests.sim import build
 
 # name -> (module, input)
@@ -262,13 +265,13 @@ def test_a_process_keeps_the_number_of_devices_it_started_with(sim_machine):
         from tests import sim
 
         sim.load(machine.count)
-        with pytest.raises(RuntimeError, match="4 simulated devices already, not 2"):
+        with pytest.raises(RuntimeError, match="already has 4 simulated devices, not 2"):
             sim.load(2)
 
     sim_machine.on_devices(body)
 
 
-# ---- building ---------------------------------------------------------------------------------------
+# ---- building
 
 
 def _slow_build(compiler: list[str], target: pathlib.Path) -> None:
@@ -311,10 +314,10 @@ def test_a_compiler_that_fails_is_an_error_and_leaves_nothing_in_the_cache(monke
 
 def test_a_change_of_the_sources_is_a_new_build(monkeypatch, tmp_path):
     compiler = build._compiler()
-    before = build._cache_directory(compiler)
+    before = digest(build._inputs(compiler))
     for path in build._SOURCES.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     monkeypatch.setattr(build, "_SOURCES", tmp_path)
-    assert build._cache_directory(compiler) == before
+    assert digest(build._inputs(compiler)) == before
     (tmp_path / "checker.cpp").write_text("// another\n")
-    assert build._cache_directory(compiler) != before
+    assert digest(build._inputs(compiler)) != before

@@ -105,8 +105,13 @@ def launched(
         "stderr": subprocess.PIPE,
         **options,
     }
-    # A safe preexec_fn: it makes system calls alone.
-    process = subprocess.Popen(command, env=environ, text=True, preexec_fn=_hear_signals, **streams)  # noqa: PLW1509
+    process = subprocess.Popen(
+        command,
+        env=environ,
+        text=True,
+        preexec_fn=_restore_signals,  # noqa: PLW1509 - safe: it makes system calls alone
+        **streams,
+    )
     job = Launched(process, mark)
     try:
         yield job
@@ -122,8 +127,8 @@ def launched(
         process.wait()
 
 
-def _hear_signals() -> None:
-    """Tests run by `nohup` or in the background of a script ignore these, and would pass that on."""
+def _restore_signals() -> None:
+    """Undo what `nohup`, or a script's background, made the tests ignore and pass on."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
 

@@ -27,7 +27,8 @@ RENDEZVOUS = "PACELINE_TEST_RENDEZVOUS"
 _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
-# torch._dynamo: the first optimizer a process makes imports it, for more than a second.
+# What most ranks would import anyway, hundreds of times in a run of the suite. torch._dynamo: the
+# first optimizer a process makes imports it, for more than a second.
 _PRELOAD = [
     "torch",
     "torch.distributed",
@@ -35,7 +36,13 @@ _PRELOAD = [
     "numpy",
     "pytest",
     "hypothesis",
-    "paceline",
+    "paceline.checkpoint",
+    "paceline.data",
+    "paceline.ddp",
+    "paceline.diagnostics.session",
+    "paceline.dp",
+    "paceline.launch.init",
+    "tests.harness.ranks",
 ]
 _context.set_forkserver_preload(_PRELOAD)
 
@@ -54,7 +61,7 @@ class RankDied(Exception):
 
 
 class RanksTimedOut(Exception):
-    """Some ranks were still running at the time limit; the message holds every rank's Python stack."""
+    """Ranks were still running at the time limit; the message holds every rank's Python stack."""
 
 
 @dataclasses.dataclass
@@ -70,7 +77,7 @@ class Outcome:
 
 
 def free_rendezvous() -> str:
-    """A fresh `file://` address for torch.distributed, removed with its directory by `run_ranks`."""
+    """A fresh `file://` address for torch.distributed; `run_ranks` removes it afterwards."""
     return f"file://{os.environ[RENDEZVOUS]}"
 
 
@@ -200,9 +207,8 @@ def _run_uncaught(
 def _dump(message: tuple[float, Any, Any]) -> bytes:
     try:
         data: bytes = cloudpickle.dumps(message)
-        cloudpickle.loads(
-            data
-        )  # an exception whose constructor takes other arguments than it stores
+        # Fails for an exception whose constructor takes other arguments than it stores.
+        cloudpickle.loads(data)
     except Exception:
         when, value, error = message
         stand_in = RuntimeError(f"not picklable: {error!r} / {value!r}")

@@ -8,18 +8,20 @@ a test here. A scenario checks its own results; the sanitizers check the rest.
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import os
 import pathlib
 import re
 import shlex
 import subprocess
+import tempfile
 
 import pytest
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(600),
-]  # the first test of each sanitizer builds the program
+from tests.harness.build_cache import cached_build
+
+# The first test of each sanitizer builds the program, unless an earlier run has.
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 HERE = pathlib.Path(__file__).parent
 CSRC = HERE.parents[1] / "csrc"
@@ -50,30 +52,32 @@ def _compile(arguments: list[str]) -> None:
 
 
 def _optimisation(source: pathlib.Path) -> str:
-    return (
-        "-O0" if source.name == "kernels.c" else "-O1"
-    )  # hundreds of loops, three times: the compiler's time counts
+    """`kernels.c` has hundreds of loops, three times: there the compiler's own time counts."""
+    return "-O0" if source.name == "kernels.c" else "-O1"
 
 
-def _why_not(sanitizer: str, directory: pathlib.Path) -> str | None:
+@functools.cache
+def _why_not(sanitizer: str) -> str | None:
     """Why this sanitizer cannot be used here, or None."""
-    source, program = directory / "nothing.c", directory / "nothing"
-    source.write_text("int main(void) { return 0; }\n")
-    try:
+    with tempfile.TemporaryDirectory(prefix="paceline-sanitizer-") as directory:
+        source, program = pathlib.Path(directory, "empty.c"), pathlib.Path(directory, "empty")
+        source.write_text("int main(void) { return 0; }\n")
         build = [*COMPILER, *SANITIZERS[sanitizer], str(source), "-o", str(program)]
-        built = subprocess.run(build, capture_output=True, text=True, check=False)
-    except OSError as error:
-        return f"no C compiler: {error}"
-    if built.returncode != 0:
-        return f"no runtime for the {sanitizer} sanitizer: {built.stderr.strip().splitlines()[-1]}"
-    ran = subprocess.run([*_launcher(), str(program)], capture_output=True, text=True, check=False)
-    return (
-        None
-        if ran.returncode == 0
-        else f"the {sanitizer} sanitizer does not run here: {ran.stderr.strip()}"
-    )
+        try:
+            built = subprocess.run(build, capture_output=True, text=True, check=False)
+        except OSError as error:
+            return f"no C compiler: {error}"
+        if built.returncode != 0:
+            reason = built.stderr.strip().splitlines()[-1]
+            return f"no runtime for the {sanitizer} sanitizer: {reason}"
+        run = [*_launcher(), str(program)]
+        ran = subprocess.run(run, capture_output=True, text=True, check=False)
+    if ran.returncode != 0:
+        return f"the {sanitizer} sanitizer does not run here: {ran.stderr.strip()}"
+    return None
 
 
+@functools.cache
 def _launcher() -> list[str]:
     """The thread sanitizer's memory layout does not fit every kernel's address randomisation."""
     without_randomisation = ["setarch", "-R"]
@@ -89,40 +93,40 @@ def _launcher() -> list[str]:
     return without_randomisation if works else []
 
 
+def _build(sanitizer: str, sources: list[pathlib.Path], target: pathlib.Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="paceline-sanitizer-") as directory:
+        objects = [str(pathlib.Path(directory, f"{path.stem}.o")) for path in sources]
+        flags = [*FLAGS, *SANITIZERS[sanitizer]]
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(
+                    _compile, [*flags, _optimisation(source), "-c", str(source), "-o", goal]
+                )
+                for source, goal in zip(sources, objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        _compile([*SANITIZERS[sanitizer], *objects, "-pthread", "-lm", "-o", str(target)])
+
+
 @pytest.fixture(scope="module", params=sorted(SANITIZERS))
-def program(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> pathlib.Path:
+def program(request: pytest.FixtureRequest) -> pathlib.Path:
     """The test program, built with one sanitizer."""
     sanitizer: str = request.param
-    directory = tmp_path_factory.mktemp(sanitizer)
-    if reason := _why_not(sanitizer, directory):
+    if reason := _why_not(sanitizer):
         pytest.skip(reason)
-    sources = sorted(
-        [*CSRC.glob("*.c"), *HERE.glob("*.c")], key=lambda path: path.name != "kernels.c"
-    )  # longest first
-    objects = [directory / f"{path.stem}.o" for path in sources]
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        jobs = [
-            pool.submit(
-                _compile,
-                [
-                    *FLAGS,
-                    _optimisation(source),
-                    *SANITIZERS[sanitizer],
-                    "-c",
-                    str(source),
-                    "-o",
-                    str(goal),
-                ],
-            )
-            for source, goal in zip(sources, objects, strict=True)
-        ]
-        for job in jobs:
-            job.result()
-    binary = directory / "stress"
-    _compile([*SANITIZERS[sanitizer], *map(str, objects), "-pthread", "-lm", "-o", str(binary)])
-    return binary
+    longest_first = sorted(
+        [*CSRC.glob("*.c"), *HERE.glob("*.c")],
+        key=lambda path: (path.name != "kernels.c", path.name),
+    )
+    headers = sorted([*CSRC.rglob("*.h"), *HERE.glob("*.h")])
+    version = subprocess.run([*COMPILER, "--version"], capture_output=True, text=True, check=True)
+    settings = [*COMPILER, version.stdout, *FLAGS, *SANITIZERS[sanitizer]]
+    return cached_build(
+        f"{sanitizer}_sanitizer",
+        [*settings, *longest_first, *headers],
+        lambda target: _build(sanitizer, longest_first, target),
+    )
 
 
 def _run(program: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -138,9 +142,8 @@ def _run(program: pathlib.Path, *arguments: str) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_scenario_is_clean(program: pathlib.Path, scenario: str, request: pytest.FixtureRequest):
-    seed = str(
-        getattr(request.config.option, "randomly_seed", 1) % 2**32
-    )  # pytest-randomly prints it
+    # pytest-randomly prints its seed.
+    seed = str(getattr(request.config.option, "randomly_seed", 1) % 2**32)
     done = _run(program, scenario, seed)
     assert done.returncode == 0, (
         f"{scenario} {seed} ended with {done.returncode}:\n{done.stdout}{done.stderr}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
@@ -22,7 +23,10 @@ SCRIPT = """
 
 
 def _mpi(kind):
-    for program in filter(None, (shutil.which(f"mpirun.{kind}"), shutil.which("mpirun"))):
+    # MPICH comes with the test dependencies in a prefix of its own.
+    own_prefix = str(pathlib.Path(sys.prefix, kind, "bin", "mpirun"))
+    names = (own_prefix, f"mpirun.{kind}", "mpirun")
+    for program in filter(None, map(shutil.which, names)):
         version = subprocess.run(
             [program, "--version"], capture_output=True, text=True, check=False
         ).stdout

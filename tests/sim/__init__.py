@@ -3,9 +3,9 @@
     tests/sim/build.py            compiles csrc/ once and caches it
     tests/sim/device.py           loads it into this process and makes it `torch.sim`
     tests/sim/cells.py            fused LSTM and GRU cells
-    tests/sim/process_group.py    a stream-ordered process group for its tensors, the backend `simccl`
+    tests/sim/process_group.py    a stream-ordered process group, the backend `simccl`
     tests/sim/stock_parallel.py   what torch's own nn.DataParallel lacks off CUDA
-    tests/sim/csrc/               the device: memory, streams, dispatch, and the happens-before checker
+    tests/sim/csrc/               memory, streams, dispatch, and the happens-before checker
 
 Load it in a process of its own (`tests.harness.run_ranks`): torch starts its autograd threads, one
 per device, at the first backward, so a process that has already run one cannot gain devices.

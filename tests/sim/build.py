@@ -1,15 +1,9 @@
 """Compiles the simulated accelerator once per torch version and source, with the C++ compiler
 alone.
-
-The library lands in a cache directory named by a hash of everything that decides its contents. Any
-number of processes may ask at once: the first takes a file lock and builds, the others wait and
-find it done.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import os
 import pathlib
 import shlex
@@ -18,11 +12,13 @@ import subprocess
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
+from tests.harness.build_cache import cached_build
+
 __all__ = ["SimUnavailable", "library"]
 
 _SOURCES = pathlib.Path(__file__).parent / "csrc"
-# -O1: the kernels are torch's own; what is compiled here only passes tensors on. -DNDEBUG: as torch itself was built,
-# which decides the layout of some of its classes.
+# -O1: the kernels are torch's own; what is compiled here only passes tensors on.
+# -DNDEBUG: as torch itself was built, which decides the layout of some of its classes.
 _FLAGS = (
     "-std=c++20",
     "-O1",
@@ -32,9 +28,8 @@ _FLAGS = (
     "-Wall",
     "-Wno-stringop-overflow",
 )
-_UNITS = (
-    2  # torch's headers take longer to read than all sources to compile, so few units read them
-)
+# torch's headers take longer to read than all sources to compile, so few units read them.
+_UNITS = 2
 _COMPILE_TIMEOUT_S = 600.0
 
 
@@ -43,18 +38,9 @@ class SimUnavailable(Exception):
 
 
 def library() -> pathlib.Path:
-    """The compiled library, built now if this torch and these sources have not been built before."""
+    """The compiled library; built now if it has not been for this torch and these sources."""
     compiler = _compiler()
-    directory = _cache_directory(compiler)
-    target = directory / "libsim.so"
-    if target.exists():
-        return target
-    directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released with the file, also when this process is killed
-        if not target.exists():
-            _build(compiler, target)
-    return target
+    return cached_build("libsim.so", _inputs(compiler), lambda target: _build(compiler, target))
 
 
 def _compiler() -> list[str]:
@@ -66,19 +52,15 @@ def _compiler() -> list[str]:
     return command
 
 
-def _cache_directory(compiler: list[str]) -> pathlib.Path:
+def _inputs(compiler: list[str]) -> list[str | pathlib.Path]:
+    """All that decides the contents of the library."""
     import torch
 
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, text=True, check=False
     ).stdout
-    content = hashlib.sha256(
-        repr((torch.__version__, str(torch.__path__), compiler, version, _FLAGS)).encode()
-    )
-    for path in sorted(_SOURCES.iterdir()):
-        content.update(path.name.encode() + b"\0" + path.read_bytes())
-    home = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
-    return pathlib.Path(home) / "paceline" / f"sim-{content.hexdigest()[:16]}"
+    torch_version = f"{torch.__version__} {torch.version.git_version}"
+    return [torch_version, *compiler, version, *_FLAGS, *sorted(_SOURCES.iterdir())]
 
 
 def _build(compiler: list[str], target: pathlib.Path) -> None:
@@ -104,10 +86,8 @@ def _build(compiler: list[str], target: pathlib.Path) -> None:
             return f"{unit}.o"
 
         objects = list(pool.map(compile_unit, range(_UNITS)))
-        partial = target.with_name("libsim.so.partial")
         libraries = ["-L", str(root / "lib"), "-ltorch_cpu", "-ltorch", "-lc10"]
-        _run([*compiler, "-shared", *objects, "-o", str(partial), *libraries])
-        partial.replace(target)  # never a half-written library under the final name
+        _run([*compiler, "-shared", *objects, "-o", str(target), *libraries])
 
 
 def _run(command: list[str]) -> None:

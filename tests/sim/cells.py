@@ -1,4 +1,6 @@
-"""Fused LSTM and GRU cells. torch asks every accelerator for them and has no CPU kernel to borrow."""
+"""Fused LSTM and GRU cells: torch asks every accelerator for them and has no CPU kernel to
+borrow.
+"""
 
 from __future__ import annotations
 

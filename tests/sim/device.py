@@ -32,7 +32,8 @@ def load(devices: int = 4) -> None:
     if hasattr(torch, "sim"):
         if torch.sim.device_count() != devices:
             raise RuntimeError(
-                f"this process has {torch.sim.device_count()} simulated devices already, not {devices}"
+                f"this process already has {torch.sim.device_count()} simulated devices, "
+                f"not {devices}"
             )
         return
     torch.ops.load_library(library())

@@ -114,7 +114,7 @@ class StreamOrderedGroup(dist.ProcessGroup):
             future = _completed(self._future(device), result)
         return StreamWork(device, future, stream, self._held([*reads, *writes]))
 
-    # ---- collectives; the first ones also in torch's short forms, with one tensor and a plain operation or root
+    # ---- collectives; the first ones also in torch's short forms: one tensor and a plain operation
 
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> StreamWork:
         tensors, op = _listed(tensors), getattr(opts, "reduceOp", opts or dist.ReduceOp.SUM)
@@ -270,7 +270,8 @@ def _one_device(tensors: Sequence[Tensor]) -> torch.device:
     devices = {tensor.device for tensor in tensors}
     if len(devices) != 1:
         raise ValueError(
-            f"{BACKEND}: the tensors of one collective live on one device, found {sorted(map(str, devices))}"
+            f"{BACKEND}: the tensors of one collective live on one device, "
+            f"found {sorted(map(str, devices))}"
         )
     return devices.pop()
 

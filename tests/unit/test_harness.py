@@ -5,6 +5,7 @@ lies.
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import time
 import pytest
 
 from tests.harness import RankDied, RanksTimedOut, init_group, leaks, run_ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_results_come_back_in_rank_order():
@@ -99,3 +102,28 @@ def test_leaks_are_seen(monkeypatch):
     assert f"child process: {child.pid}" in found
     assert "environment variable: LEFT_OVER=1" in found
     assert "shared memory object: /memfd:paceline-test" in found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_last_line_of_a_run_lists_what_was_skipped(tmp_path, workers):
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\n"
+        "def test_passes(): pass\n"
+        "@pytest.mark.parametrize('number', range(3))\n"
+        "def test_needs(number): pytest.skip('needs a browser')\n"
+        "@pytest.mark.skip(reason='not yet')\n"
+        "def test_later(): pass\n"
+    )
+    options = ["-p", "tests.harness.skips", "-n", str(workers), "-c", os.devnull]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("skipped: 4 tests: needs a browser (")
+    assert last.endswith("test_some.py: 1)")
+    assert "test_some.py: 3); not yet (" in last

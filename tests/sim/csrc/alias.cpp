@@ -12,8 +12,10 @@ int& InsideKernel::depth() {
 }
 
 Tensor over(c10::Storage storage, const Tensor& like, c10::DispatchKey key) {
-  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
-  result.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  auto result = at::detail::make_tensor<c10::TensorImpl>(std::move(storage),
+                                                         c10::DispatchKeySet(key), like.dtype());
+  result.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(),
+                                                      like.storage_offset());
   return result;
 }
 
@@ -21,7 +23,8 @@ Tensor cpu_alias(const Tensor& device_tensor) {
   auto* keep = new c10::Storage(device_tensor.storage());
   const auto let_go = [](void* kept) { delete static_cast<c10::Storage*>(kept); };
   c10::DataPtr pointer(const_cast<void*>(keep->data()), keep, let_go, c10::Device(c10::kCPU));
-  c10::Storage storage(c10::Storage::use_byte_size_t{}, keep->nbytes(), std::move(pointer), nullptr, false);
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, keep->nbytes(), std::move(pointer), nullptr,
+                       false);
   auto alias = over(std::move(storage), device_tensor, c10::DispatchKey::CPU);
   alias._set_conj(device_tensor.is_conj());
   alias._set_neg(device_tensor.is_neg());
@@ -47,7 +50,8 @@ Tensor adopt(const Tensor& cpu_tensor, int device) {
   if (adopted->memory) account(adopted->memory, bytes, device);
   c10::DataPtr pointer(const_cast<void*>(adopted->memory), adopted, &release_adopted,
                        c10::Device(SIM, static_cast<c10::DeviceIndex>(device)));
-  c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes, std::move(pointer), &device_allocator(), true);
+  c10::Storage storage(c10::Storage::use_byte_size_t{}, bytes, std::move(pointer),
+                       &device_allocator(), true);
   return over(std::move(storage), cpu_tensor, c10::DispatchKey::PrivateUse1);
 }
 

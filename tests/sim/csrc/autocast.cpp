@@ -14,21 +14,23 @@ TORCH_API Tensor cached_cast(ScalarType, const Tensor&, DeviceType);
 namespace sim {
 
 const char* const LOWER_PRECISION[] = {
-    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input", "conv_transpose3d.input", "convolution",
-    "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv", "addbmm", "baddbmm", "addr", "prelu", "chain_matmul",
-    "linalg_multi_dot", "scaled_dot_product_attention", nullptr};
+    "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d.input",
+    "conv_transpose3d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm",
+    "addmv", "addbmm", "baddbmm", "addr", "prelu", "chain_matmul", "linalg_multi_dot",
+    "scaled_dot_product_attention", nullptr};
 const char* const FLOAT32[] = {
-    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal", "rsqrt",
-    "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus", "layer_norm",
-    "native_layer_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm", "cosine_similarity",
-    "poisson_nll_loss", "nll_loss", "nll_loss2d", "cosine_embedding_loss", "hinge_embedding_loss", "kl_div",
-    "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss", "margin_ranking_loss", "multilabel_margin_loss",
-    "soft_margin_loss", "triplet_margin_loss", "multi_margin_loss", "binary_cross_entropy_with_logits", "dist",
-    "pdist", "cdist", "renorm", "logsumexp", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod",
-    "prod.dim_int", "cumsum", "cumprod", "norm.Scalar", nullptr};
+    "acos", "asin", "cosh", "erfinv", "exp", "expm1", "log", "log10", "log2", "log1p", "reciprocal",
+    "rsqrt", "sinh", "tan", "pow.Tensor_Scalar", "pow.Tensor_Tensor", "pow.Scalar", "softplus",
+    "layer_norm", "native_layer_norm", "group_norm", "frobenius_norm.dim", "nuclear_norm",
+    "cosine_similarity", "poisson_nll_loss", "nll_loss", "nll_loss2d", "cosine_embedding_loss",
+    "hinge_embedding_loss", "kl_div", "l1_loss", "smooth_l1_loss", "huber_loss", "mse_loss",
+    "margin_ranking_loss", "multilabel_margin_loss", "soft_margin_loss", "triplet_margin_loss",
+    "multi_margin_loss", "binary_cross_entropy_with_logits", "dist", "pdist", "cdist", "renorm",
+    "logsumexp", "softmax.int", "log_softmax.int", "sum", "sum.dim_IntList", "prod", "prod.dim_int",
+    "cumsum", "cumprod", "norm.Scalar", nullptr};
 const char* const WIDEST[] = {
-    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put", "scatter_add", "tensordot",
-    "cat", "stack", "vdot", nullptr};
+    "addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "grid_sampler", "index_put",
+    "scatter_add", "tensordot", "cat", "stack", "vdot", nullptr};
 
 namespace {
 
@@ -46,7 +48,9 @@ void each_argument(const c10::OperatorHandle& op, Stack* stack, const Visit& vis
 }
 
 void cast_arguments(const c10::OperatorHandle& op, Stack* stack, at::ScalarType dtype) {
-  const auto cast = [&](const Tensor& t) { return eligible(t) ? at::autocast::cached_cast(dtype, t, SIM) : t; };
+  const auto cast = [&](const Tensor& t) {
+    return eligible(t) ? at::autocast::cached_cast(dtype, t, SIM) : t;
+  };
   each_argument(op, stack, [&](c10::IValue& value) {
     if (value.isTensor()) {
       value = cast(value.toTensor());
@@ -83,6 +87,8 @@ void in_lower_precision(const c10::OperatorHandle& op, Stack* stack) {
   run(op, stack, at::autocast::get_autocast_dtype(SIM));
 }
 void in_float32(const c10::OperatorHandle& op, Stack* stack) { run(op, stack, at::kFloat); }
-void in_widest(const c10::OperatorHandle& op, Stack* stack) { run(op, stack, widest_of(op, stack)); }
+void in_widest(const c10::OperatorHandle& op, Stack* stack) {
+  run(op, stack, widest_of(op, stack));
+}
 
 }  // namespace sim

@@ -1,4 +1,5 @@
-// Mixed precision: which operators run in lower precision, which in float32, which in the widest type they are given.
+// Mixed precision: which operators run in lower precision, which in float32, which in the widest
+// type they are given.
 #pragma once
 
 #include <ATen/core/stack.h>

@@ -6,7 +6,8 @@
 namespace sim {
 
 Checker& checker() {
-  static auto* instance = new Checker;  // never destroyed: tensors may be freed after static destructors have run
+  static auto* instance =
+      new Checker;  // never destroyed: tensors may be freed after static destructors have run
   return *instance;
 }
 
@@ -32,7 +33,7 @@ bool overlap(uintptr_t a_low, uintptr_t a_high, uintptr_t b_low, uintptr_t b_hig
 }
 }  // namespace
 
-// ---- memory -------------------------------------------------------------------------------------
+// ---- memory
 
 void Checker::allocated(const void* base, size_t bytes, StreamKey home) {
   std::lock_guard lock(mutex_);
@@ -40,9 +41,10 @@ void Checker::allocated(const void* base, size_t bytes, StreamKey home) {
   blocks_[address] = Block{address, bytes, home, {}, {}, {}};
 }
 
-// A freed block goes back to the pool of its home stream and may be handed out at once to that stream's next
-// operation. Whatever other streams did with it must be over by then, or have been announced by record_stream.
-// Pinned memory is exempt: the host allocator keeps it until the copies that use it are done.
+// A freed block goes back to the pool of its home stream and may be handed out at once to that
+// stream's next operation. Whatever other streams did with it must be over by then, or have been
+// announced by record_stream. Pinned memory is exempt: the host allocator keeps it until the copies
+// that use it are done.
 void Checker::freed(const void* base) {
   std::lock_guard lock(mutex_);
   auto found = blocks_.find(reinterpret_cast<uintptr_t>(base));
@@ -54,12 +56,13 @@ void Checker::freed(const void* base) {
     std::map<StreamKey, std::string> pending;
     for (const auto* accesses : {&block.reads, &block.writes})
       for (const auto& [range, access] : *accesses)
-        if (range.stream != block.home && !block.recorded.count(range.stream) && !ordered_before(range, access, seen))
+        if (range.stream != block.home && !block.recorded.count(range.stream) &&
+            !ordered_before(range, access, seen))
           pending[range.stream] = access.op;
     for (const auto& [stream, op] : pending)
-      hazards_.push_back("freed in use: " + std::to_string(block.bytes) + " bytes of " + describe(block.home) +
-                         " were freed while " + op + " on " + describe(stream) +
-                         " may still use them (no record_stream, no wait)");
+      hazards_.push_back("freed in use: " + std::to_string(block.bytes) + " bytes of " +
+                         describe(block.home) + " were freed while " + op + " on " +
+                         describe(stream) + " may still use them (no record_stream, no wait)");
   }
   blocks_.erase(found);
 }
@@ -94,9 +97,10 @@ Checker::Block* Checker::find(uintptr_t address) {
   return address < block.base + block.bytes ? &block : nullptr;
 }
 
-// ---- operations ---------------------------------------------------------------------------------
+// ---- operations
 
-// A new operation starts after all that its stream was given before and all that the host knows now.
+// A new operation starts after all that its stream was given before and all that the host knows
+// now.
 void Checker::step(StreamKey s) {
   auto& clock = clocks_[s];
   if (s != HOST) merge(clock, clocks_[HOST]);
@@ -126,7 +130,8 @@ void Checker::host_access(const std::string& op, const std::vector<Use>& uses) {
 
 void Checker::access(Block& block, StreamKey s, const Use& use, const std::string& op) {
   if (use.high <= use.low) return;
-  against(block.writes, block, s, use, use.write ? "unordered write after write" : "unordered read after write", op);
+  against(block.writes, block, s, use,
+          use.write ? "unordered write after write" : "unordered read after write", op);
   if (use.write) against(block.reads, block, s, use, "unordered write after read", op);
   const Range range{s, use.low, use.high};
   const Access now{clocks_[s][s], op};
@@ -134,7 +139,8 @@ void Checker::access(Block& block, StreamKey s, const Use& use, const std::strin
     block.reads[range] = now;
     return;
   }
-  // What came before this write and is covered by it in full can conflict with nothing later on its own.
+  // What came before this write and is covered by it in full can conflict with nothing later on its
+  // own.
   const Clock& clock = clocks_[s];
   for (auto* accesses : {&block.reads, &block.writes})
     std::erase_if(*accesses, [&](const auto& entry) {
@@ -148,14 +154,15 @@ bool Checker::ordered_before(const Range& range, const Access& access, const Clo
   return access.time <= at(clock, range.stream);
 }
 
-void Checker::against(const Accesses& earlier, const Block& block, StreamKey s, const Use& use, const char* kind,
-                      const std::string& op) {
+void Checker::against(const Accesses& earlier, const Block& block, StreamKey s, const Use& use,
+                      const char* kind, const std::string& op) {
   const Clock& clock = clocks_[s];
   for (const auto& [range, access] : earlier) {
     if (range.stream == s || !overlap(range.low, range.high, use.low, use.high)) continue;
     if (ordered_before(range, access, clock)) continue;
     report(std::string(kind) + ": " + op + " on " + describe(s) + " against " + access.op + " on " +
-           describe(range.stream) + ", bytes " + std::to_string(std::max(range.low, use.low) - block.base) + " to " +
+           describe(range.stream) + ", bytes " +
+           std::to_string(std::max(range.low, use.low) - block.base) + " to " +
            std::to_string(std::min(range.high, use.high) - block.base) + " of a block of " +
            std::to_string(block.bytes) + " bytes");
     return;  // one report per operand says enough
@@ -167,7 +174,7 @@ void Checker::report(const std::string& text) {
   if (raise_) throw std::runtime_error("sim: " + text);
 }
 
-// ---- order --------------------------------------------------------------------------------------
+// ---- order
 
 Clock Checker::record(StreamKey s) {
   std::lock_guard lock(mutex_);
@@ -207,7 +214,7 @@ Clock Checker::clock_of(StreamKey s) {
   return clocks_[s];
 }
 
-// ---- reports ------------------------------------------------------------------------------------
+// ---- reports
 
 std::vector<std::string> Checker::hazards(bool clear) {
   std::lock_guard lock(mutex_);

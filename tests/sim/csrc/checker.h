@@ -1,14 +1,16 @@
-// The happens-before checker: vector clocks per stream, and what each block of memory was last used for.
+// The happens-before checker: vector clocks per stream, and what each block of memory was last used
+// for.
 //
-// The simulated device runs every kernel at once, so values never show a missing wait. A real device runs each
-// stream on its own. The checker therefore keeps the order that the program asked for - and only that order - and
-// reports two uses of the same bytes, at least one of them a write, that no chain of waits puts in order.
+// The simulated device runs every kernel at once, so values never show a missing wait. A real
+// device runs each stream on its own. The checker therefore keeps the order that the program asked
+// for - and only that order - and reports two uses of the same bytes, at least one of them a write,
+// that no chain of waits puts in order.
 //
 // Vocabulary
 //   stream   a queue of one device; its operations are ordered among themselves
-//   HOST     the host, kept as one more stream: launching orders the host before the stream, never the reverse
-//   clock    for each stream, how many of its operations are known to be complete
-//   block    one allocation: of a device, or pinned host memory
+//   HOST     the host, kept as one more stream: launching orders the host before the stream, never
+//   the reverse clock    for each stream, how many of its operations are known to be complete block
+//   one allocation: of a device, or pinned host memory
 #pragma once
 
 #include <array>
@@ -52,7 +54,8 @@ class Checker {
 
   // ---- operations
   void launch(StreamKey, const std::string& op, const std::vector<Use>&);
-  void result(StreamKey, const std::string& op, const Use&);  // memory that the last launch allocated and filled
+  void result(StreamKey, const std::string& op,
+              const Use&);  // memory that the last launch allocated and filled
   void host_access(const std::string& op, const std::vector<Use>&);
 
   // ---- order
@@ -76,7 +79,8 @@ class Checker {
     uint64_t time;
     std::string op;
   };
-  // Accesses of one block by (stream, byte range); a later access to the same range replaces the earlier one.
+  // Accesses of one block by (stream, byte range); a later access to the same range replaces the
+  // earlier one.
   struct Range {
     StreamKey stream;
     uintptr_t low, high;
@@ -94,7 +98,8 @@ class Checker {
   Block* find(uintptr_t address);
   void step(StreamKey);
   void access(Block&, StreamKey, const Use&, const std::string& op);
-  void against(const Accesses&, const Block&, StreamKey, const Use&, const char* kind, const std::string& op);
+  void against(const Accesses&, const Block&, StreamKey, const Use&, const char* kind,
+               const std::string& op);
   void report(const std::string& text);
   bool ordered_before(const Range&, const Access&, const Clock&) const;
 

@@ -22,19 +22,29 @@ using torch::jit::Stack;
 
 bool is_write(const c10::AliasInfo* alias) { return alias && alias->isWrite(); }
 std::string full_name(const c10::FunctionSchema& schema) {
-  return schema.overload_name().empty() ? schema.name() : schema.name() + "." + schema.overload_name();
+  return schema.overload_name().empty() ? schema.name()
+                                        : schema.name() + "." + schema.overload_name();
 }
 
-// The size or value of the result depends on data, so a real device makes the host wait for the stream.
+// The size or value of the result depends on data, so a real device makes the host wait for the
+// stream.
 bool blocks_the_host(const std::string& name) {
-  static const std::unordered_set<std::string> names{
-      "aten::_local_scalar_dense", "aten::equal",      "aten::is_nonzero",       "aten::nonzero",
-      "aten::masked_select",       "aten::_unique2",   "aten::unique_dim",       "aten::unique_consecutive",
-      "aten::bincount",            "aten::_coalesce",  "aten::repeat_interleave"};
+  static const std::unordered_set<std::string> names{"aten::_local_scalar_dense",
+                                                     "aten::equal",
+                                                     "aten::is_nonzero",
+                                                     "aten::nonzero",
+                                                     "aten::masked_select",
+                                                     "aten::_unique2",
+                                                     "aten::unique_dim",
+                                                     "aten::unique_consecutive",
+                                                     "aten::bincount",
+                                                     "aten::_coalesce",
+                                                     "aten::repeat_interleave"};
   return names.count(name) > 0;
 }
 
-constexpr auto MIXED = "Expected all tensors to be on the same device, but found at least two devices, sim:";
+constexpr auto MIXED =
+    "Expected all tensors to be on the same device, but found at least two devices, sim:";
 
 // One call on its way down to the CPU kernel and back up.
 class Call {
@@ -62,13 +72,16 @@ class Call {
     for (size_t i = 0; i < count_; ++i) {
       const auto& argument = schema_.arguments()[i];
       const bool write = is_write(argument.alias_info());
-      const bool may_be_cpu = argument.name() == "indices";  // x[i] takes CPU indices on real devices too
+      const bool may_be_cpu =
+          argument.name() == "indices";  // x[i] takes CPU indices on real devices too
       auto& value = stack_[base_ + i];
       if (value.isTensor()) {
-        value = write ? lend_output(i, originals_[i].toTensor()) : lend(originals_[i].toTensor(), false, may_be_cpu);
+        value = write ? lend_output(i, originals_[i].toTensor())
+                      : lend(originals_[i].toTensor(), false, may_be_cpu);
       } else if (value.isTensorList()) {
         c10::List<Tensor> lent;
-        for (const auto& t : originals_[i].toTensorVector()) lent.push_back(lend(t, write, may_be_cpu));
+        for (const auto& t : originals_[i].toTensorVector())
+          lent.push_back(lend(t, write, may_be_cpu));
         value = lent;
       } else if (value.isOptionalTensorList()) {
         c10::List<std::optional<Tensor>> lent;
@@ -96,15 +109,18 @@ class Call {
   }
 
   Tensor lend_sparse(const Tensor& t, bool write) {
-    const Tensor indices = lend(t._indices(), write, false), values = lend(t._values(), write, false);
+    const Tensor indices = lend(t._indices(), write, false),
+                 values = lend(t._values(), write, false);
     InsideKernel inside;
-    return at::_sparse_coo_tensor_unsafe(indices, values, t.sizes(), std::nullopt, std::nullopt, std::nullopt,
-                                         std::nullopt, t.is_coalesced());
+    return at::_sparse_coo_tensor_unsafe(indices, values, t.sizes(), std::nullopt, std::nullopt,
+                                         std::nullopt, std::nullopt, t.is_coalesced());
   }
 
-  // An empty `out=` is sized by the kernel, which must not resize an alias: give it a tensor of its own.
+  // An empty `out=` is sized by the kernel, which must not resize an alias: give it a tensor of its
+  // own.
   Tensor lend_output(size_t i, const Tensor& t) {
-    if (!on_device(t) || t.is_sparse() || t.numel() > 0 || t.storage().nbytes() > 0) return lend(t, true, false);
+    if (!on_device(t) || t.is_sparse() || t.numel() > 0 || t.storage().nbytes() > 0)
+      return lend(t, true, false);
     settle_on(t.device().index());
     InsideKernel inside;
     return fresh_[i] = at::empty({0}, t.options().device(c10::kCPU));
@@ -113,7 +129,8 @@ class Call {
   void settle_on(int device) {
     check_index(device);
     if (device_ < 0) device_ = device;
-    TORCH_CHECK(device == device_, MIXED, device_, " and sim:", device, "! (", full_name(schema_), ")");
+    TORCH_CHECK(device == device_, MIXED, device_, " and sim:", device, "! (", full_name(schema_),
+                ")");
   }
 
   void choose_device() {
@@ -183,8 +200,9 @@ class Call {
       InsideKernel inside;
       indices = t._indices(), values = t._values();
     }
-    return at::_sparse_coo_tensor_unsafe(reclaim(indices), reclaim(values), t.sizes(), std::nullopt, std::nullopt,
-                                         std::nullopt, std::nullopt, t.is_coalesced());
+    return at::_sparse_coo_tensor_unsafe(reclaim(indices), reclaim(values), t.sizes(), std::nullopt,
+                                         std::nullopt, std::nullopt, std::nullopt,
+                                         t.is_coalesced());
   }
 
   void write_back_sparse(Tensor target, const Tensor& result) {
@@ -206,7 +224,8 @@ class Call {
 c10::Device device_of_arguments(const c10::OperatorHandle& op, const Stack& stack) {
   for (const auto& value : torch::jit::last(stack, op.schema().arguments().size())) {
     if (value.isTensor() && on_device(value.toTensor())) return value.toTensor().device();
-    if (value.isDevice() && value.toDevice().type() == SIM && value.toDevice().index() >= 0) return value.toDevice();
+    if (value.isDevice() && value.toDevice().type() == SIM && value.toDevice().index() >= 0)
+      return value.toDevice();
   }
   return c10::Device(SIM, current_device());
 }
@@ -218,9 +237,17 @@ void as_is(const c10::OperatorHandle& op, Stack* stack, DispatchKey key) {
 
 }  // namespace
 
-void cpu_kernel(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(DispatchKey::CPU); }
-void sparse_cpu_kernel(const c10::OperatorHandle& op, Stack* stack) { Call(op, stack).run(DispatchKey::SparseCPU); }
-void dense_as_is(const c10::OperatorHandle& op, Stack* stack) { as_is(op, stack, DispatchKey::CPU); }
-void sparse_as_is(const c10::OperatorHandle& op, Stack* stack) { as_is(op, stack, DispatchKey::SparseCPU); }
+void cpu_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Call(op, stack).run(DispatchKey::CPU);
+}
+void sparse_cpu_kernel(const c10::OperatorHandle& op, Stack* stack) {
+  Call(op, stack).run(DispatchKey::SparseCPU);
+}
+void dense_as_is(const c10::OperatorHandle& op, Stack* stack) {
+  as_is(op, stack, DispatchKey::CPU);
+}
+void sparse_as_is(const c10::OperatorHandle& op, Stack* stack) {
+  as_is(op, stack, DispatchKey::SparseCPU);
+}
 
 }  // namespace sim

@@ -1,4 +1,5 @@
-// Operators without a kernel of their own: the CPU kernel runs on zero-copy aliases of the device's tensors.
+// Operators without a kernel of their own: the CPU kernel runs on zero-copy aliases of the device's
+// tensors.
 #pragma once
 
 #include <ATen/core/stack.h>
@@ -11,7 +12,8 @@ namespace sim {
 
 void cpu_kernel(const c10::OperatorHandle&, torch::jit::Stack*);         // dense
 void sparse_cpu_kernel(const c10::OperatorHandle&, torch::jit::Stack*);  // sparse COO operands
-// Kernels that only handle metadata, run on the device tensor itself: views, set_, the parts of a sparse tensor.
+// Kernels that only handle metadata, run on the device tensor itself: views, set_, the parts of a
+// sparse tensor.
 void dense_as_is(const c10::OperatorHandle&, torch::jit::Stack*);
 void sparse_as_is(const c10::OperatorHandle&, torch::jit::Stack*);
 

@@ -1,5 +1,6 @@
-// The host's own accesses: CPU operators on pinned memory (or on a host view of device memory) that a stream may
-// still be reading or writing. Seen through torch's profiling hook, which shows every operator's inputs.
+// The host's own accesses: CPU operators on pinned memory (or on a host view of device memory) that
+// a stream may still be reading or writing. Seen through torch's profiling hook, which shows every
+// operator's inputs.
 #include <ATen/core/function_schema.h>
 #include <ATen/record_function.h>
 
@@ -24,11 +25,12 @@ void each_tensor(const c10::IValue& value, const Visit& visit) {
 }
 
 bool watched(const Tensor& t) {
-  return t.defined() && t.is_cpu() && t.layout() == c10::kStrided && t.has_storage() && t.numel() > 0 &&
-         checker().knows(t.storage().data());
+  return t.defined() && t.is_cpu() && t.layout() == c10::kStrided && t.has_storage() &&
+         t.numel() > 0 && checker().knows(t.storage().data());
 }
 
-// An operator with a device among its arguments is a copy or a kernel; the device's side reports its accesses.
+// An operator with a device among its arguments is a copy or a kernel; the device's side reports
+// its accesses.
 bool is_device_operator(c10::ArrayRef<const c10::IValue> inputs) {
   bool found = false;
   for (const auto& value : inputs) {
@@ -39,8 +41,8 @@ bool is_device_operator(c10::ArrayRef<const c10::IValue> inputs) {
 }
 
 bool only_metadata(const std::string& name) {
-  return name.find("_like") != std::string::npos || name.rfind("aten::new_", 0) == 0 || name == "aten::is_pinned" ||
-         name == "aten::is_same_size" || name == "aten::record_stream";
+  return name.find("_like") != std::string::npos || name.rfind("aten::new_", 0) == 0 ||
+         name == "aten::is_pinned" || name == "aten::is_same_size" || name == "aten::record_stream";
 }
 
 std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& function) {
@@ -68,8 +70,9 @@ std::unique_ptr<at::ObserverContext> before_operator(const at::RecordFunction& f
 
 void watch_the_host() {
   static const bool once = [] {
-    at::addGlobalCallback(
-        at::RecordFunctionCallback(&before_operator).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+    at::addGlobalCallback(at::RecordFunctionCallback(&before_operator)
+                              .needsInputs(true)
+                              .scopes({at::RecordScope::FUNCTION}));
     return true;
   }();
   (void)once;

@@ -28,27 +28,33 @@ torch::jit::Stack call(const char* name, torch::jit::Stack stack) {
 
 }  // namespace
 
-// ---- making ---------------------------------------------------------------------------------------
+// ---- making
 
 Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+             std::optional<at::Device> device, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
   c10::DeviceGuard guard(chosen(device));
-  return at::detail::empty_generic(size, &device_allocator(), DENSE, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, &device_allocator(), DENSE, c10::dtype_or_default(dtype),
+                                   format);
 }
 
-Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(chosen(device));
-  return at::detail::empty_strided_generic(size, stride, &device_allocator(), DENSE, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, &device_allocator(), DENSE,
+                                           c10::dtype_or_default(dtype));
 }
 
-// ---- copying --------------------------------------------------------------------------------------
+// ---- copying
 
 namespace {
 
-// Between devices a copy runs on the source's stream, fenced both ways with the target's, as CUDA's does.
+// Between devices a copy runs on the source's stream, fenced both ways with the target's, as CUDA's
+// does.
 void launch_between_devices(const Tensor& source, const Tensor& target) {
-  const auto from = current_stream(source.device().index()), to = current_stream(target.device().index());
+  const auto from = current_stream(source.device().index()),
+             to = current_stream(target.device().index());
   checker().wait(from, checker().record(to));
   checker().launch(from, "copy to device", {use_of(source, false), use_of(target, true)});
   checker().wait(to, checker().record(from));
@@ -58,7 +64,8 @@ void launch_between_devices(const Tensor& source, const Tensor& target) {
 void launch_with_host(const Tensor& source, const Tensor& target, bool non_blocking) {
   const bool to_host = on_device(source);
   const auto stream = current_stream((to_host ? source : target).device().index());
-  checker().launch(stream, to_host ? "copy to host" : "copy from host", {use_of(source, false), use_of(target, true)});
+  checker().launch(stream, to_host ? "copy to host" : "copy from host",
+                   {use_of(source, false), use_of(target, true)});
   const bool pinned = checker().is_pinned((to_host ? target : source).storage().data());
   if (!(non_blocking && pinned)) checker().synchronize(stream);
 }
@@ -72,7 +79,8 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   else if (source.device() != target.device())
     launch_between_devices(source, target);
   else
-    checker().launch(current_stream(source.device().index()), "copy", {use_of(source, false), use_of(target, true)});
+    checker().launch(current_stream(source.device().index()), "copy",
+                     {use_of(source, false), use_of(target, true)});
   InsideKernel inside;
   (to_device ? cpu_alias(target) : target).copy_(from_device ? cpu_alias(source) : source);
   return target;
@@ -87,37 +95,40 @@ void record_stream(Tensor& tensor, at::Stream stream) {
   device_allocator().recordStream(tensor.storage().data_ptr(), stream);
 }
 
-// ---- operators that torch gives no CPU kernel, or one that draws from the wrong generator -----------
+// ---- operators that torch gives no CPU kernel, or one that draws from the wrong generator
 
-std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
-  if (!train.value_or(true) || input.numel() == 0) return {input.clone(), at::ones_like(input, at::kBool)};
+std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p,
+                                          std::optional<bool> train) {
+  if (!train.value_or(true) || input.numel() == 0)
+    return {input.clone(), at::ones_like(input, at::kBool)};
   auto mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input.mul(mask).mul_(p == 1 ? 0.0 : 1 / (1 - p)), mask};
 }
 
-Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias, at::IntArrayRef stride,
-                   at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed, at::IntArrayRef output_padding,
-                   int64_t groups) {
+Tensor convolution(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias,
+                   at::IntArrayRef stride, at::IntArrayRef padding, at::IntArrayRef dilation,
+                   bool transposed, at::IntArrayRef output_padding, int64_t groups) {
   return call("aten::convolution",
               {input, weight, bias, stride, padding, dilation, transposed, output_padding, groups})
       .back()
       .toTensor();
 }
 
-std::tuple<Tensor, Tensor, Tensor> convolution_backward(const Tensor& grad_output, const Tensor& input,
-                                                        const Tensor& weight, at::IntArrayRef stride,
-                                                        at::IntArrayRef padding, at::IntArrayRef dilation,
-                                                        bool transposed, at::IntArrayRef output_padding, int64_t groups,
-                                                        std::array<bool, 3> output_mask) {
+std::tuple<Tensor, Tensor, Tensor> convolution_backward(
+    const Tensor& grad_output, const Tensor& input, const Tensor& weight, at::IntArrayRef stride,
+    at::IntArrayRef padding, at::IntArrayRef dilation, bool transposed,
+    at::IntArrayRef output_padding, int64_t groups, std::array<bool, 3> output_mask) {
   c10::IValue bias_sizes;
-  if (output_mask[2]) bias_sizes = std::vector<int64_t>{transposed ? weight.size(1) * groups : weight.size(0)};
-  auto results = call("aten::convolution_backward",
-                      {grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed, output_padding,
-                       groups, std::vector<bool>(output_mask.begin(), output_mask.end())});
+  if (output_mask[2])
+    bias_sizes = std::vector<int64_t>{transposed ? weight.size(1) * groups : weight.size(0)};
+  auto results =
+      call("aten::convolution_backward",
+           {grad_output, input, weight, bias_sizes, stride, padding, dilation, transposed,
+            output_padding, groups, std::vector<bool>(output_mask.begin(), output_mask.end())});
   return {results[0].toTensor(), results[1].toTensor(), results[2].toTensor()};
 }
 
-// ---- kernels written in Python ----------------------------------------------------------------------
+// ---- kernels written in Python
 
 void kernel_begin(std::string name, at::TensorList reads, at::TensorList writes) {
   std::vector<Use> uses;

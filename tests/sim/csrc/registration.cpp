@@ -1,4 +1,5 @@
-// Everything that torch is told: kernels for the device, and the operators `torch.ops.sim.*` that tests use.
+// Everything that torch is told: kernels for the device, and the operators `torch.ops.sim.*` that
+// tests use.
 #include <torch/library.h>
 
 #include "alias.h"
@@ -22,7 +23,8 @@ void implement_all(torch::Library& library, const char* const* names) {
 c10::Dict<std::string, int64_t> op_counts(int64_t device) {
   sim::check_index(device);
   c10::Dict<std::string, int64_t> counts;
-  for (const auto& [op, count] : sim::checker().op_counts(static_cast<int>(device))) counts.insert(op, count);
+  for (const auto& [op, count] : sim::checker().op_counts(static_cast<int>(device)))
+    counts.insert(op, count);
   return counts;
 }
 at::Generator default_generator(int64_t device) {
@@ -41,17 +43,21 @@ TORCH_LIBRARY(sim, m) {
   m.def("raise_at_hazard(bool on) -> ()", [](bool on) { sim::checker().raise_at_hazard(on); });
   m.def("leave_out(str kind, bool on) -> ()", &sim::leave_out);
   m.def("op_counts(int device) -> Dict(str, int)", &op_counts);
-  m.def("thread_count(int device) -> int", [](int64_t d) { return sim::checker().thread_count(static_cast<int>(d)); });
+  m.def("thread_count(int device) -> int",
+        [](int64_t d) { return sim::checker().thread_count(static_cast<int>(d)); });
   m.def("forget_counts() -> ()", [] { sim::checker().forget_counts(); });
 
   m.def("kernel_begin(str name, Tensor[] reads, Tensor[] writes) -> ()", &sim::kernel_begin);
   m.def("kernel_end() -> ()", &sim::kernel_end);
   m.def("view_on_cpu(Tensor t) -> Tensor");
-  m.def("host_reads(Tensor t) -> ()", [](const at::Tensor&) {});  // an operator like any other: the host watch sees it
+  m.def("host_reads(Tensor t) -> ()",
+        [](const at::Tensor&) {});  // an operator like any other: the host watch sees it
 }
 TORCH_LIBRARY_IMPL(sim, PrivateUse1, m) { m.impl("view_on_cpu", &sim::view_on_cpu); }
 
-TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(CppFunction::makeFromBoxedFunction<&sim::cpu_kernel>()); }
+TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
+  m.fallback(CppFunction::makeFromBoxedFunction<&sim::cpu_kernel>());
+}
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &sim::empty);
   m.impl("empty_strided", &sim::empty_strided);
@@ -61,8 +67,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("native_dropout", &sim::native_dropout);
   m.impl("convolution_overrideable", &sim::convolution);
   m.impl("convolution_backward_overrideable", &sim::convolution_backward);
-  implement<&sim::dense_as_is>(m, {"as_strided", "view", "_reshape_alias", "unfold", "resize_", "set_.source_Tensor",
-                                   "set_.source_Storage", "set_.source_Storage_storage_offset"});
+  implement<&sim::dense_as_is>(
+      m, {"as_strided", "view", "_reshape_alias", "unfold", "resize_", "set_.source_Tensor",
+          "set_.source_Storage", "set_.source_Storage_storage_offset"});
 }
 
 TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
@@ -70,10 +77,10 @@ TORCH_LIBRARY_IMPL(_, SparsePrivateUse1, m) {
 }
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, m) {
   implement<&sim::sparse_as_is>(
-      m, {"_indices", "_values", "indices", "values", "_nnz", "_dimI", "_dimV", "sparse_dim", "dense_dim",
-          "is_coalesced", "_coalesced_", "_sparse_coo_tensor_with_dims", "_sparse_coo_tensor_with_dims_and_tensors",
-          "sparse_resize_", "sparse_resize_and_clear_", "copy_sparse_to_sparse_", "copy_", "clone",
-          "empty.memory_format"});
+      m, {"_indices", "_values", "indices", "values", "_nnz", "_dimI", "_dimV", "sparse_dim",
+          "dense_dim", "is_coalesced", "_coalesced_", "_sparse_coo_tensor_with_dims",
+          "_sparse_coo_tensor_with_dims_and_tensors", "sparse_resize_", "sparse_resize_and_clear_",
+          "copy_sparse_to_sparse_", "copy_", "clone", "empty.memory_format"});
 }
 
 TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, m) { m.fallback(CppFunction::makeFallthrough()); }

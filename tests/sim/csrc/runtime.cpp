@@ -25,7 +25,7 @@ struct LeftOut {
   std::atomic<bool> waits{false}, record_stream{false}, synchronize{false};
 } left_out;
 
-// ---- memory -------------------------------------------------------------------------------------
+// ---- memory
 
 constexpr size_t TOTAL_BYTES = size_t{16} << 30;
 constexpr size_t ALIGNMENT = 64;
@@ -36,7 +36,8 @@ std::array<c10::CachingAllocator::Stat, MAX_DEVICES> statistics;
 
 void* aligned(size_t bytes) {
   void* memory = nullptr;
-  TORCH_CHECK(posix_memalign(&memory, ALIGNMENT, bytes ? bytes : 1) == 0, "sim: the host is out of memory");
+  TORCH_CHECK(posix_memalign(&memory, ALIGNMENT, bytes ? bytes : 1) == 0,
+              "sim: the host is out of memory");
   std::memset(memory, POISON, bytes);
   return memory;
 }
@@ -62,7 +63,9 @@ struct SimAllocator final : c10::DeviceAllocator {
     account(allocation->memory, bytes, thread_device);
     return {allocation->memory, allocation, &release, device};
   }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
   bool initialized() override { return true; }
   void emptyCache(c10::MempoolId_t) override {}
   void recordStream(const c10::DataPtr& pointer, Stream stream) override {
@@ -101,10 +104,12 @@ struct PinnedAllocator final : c10::Allocator {
     return {memory, memory, &release_pinned, Device(c10::kCPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &release_pinned; }
-  void copy_data(void* to, const void* from, size_t bytes) const override { std::memcpy(to, from, bytes); }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
 } pinned_allocator;
 
-// ---- devices, streams, events -------------------------------------------------------------------
+// ---- devices, streams, events
 
 struct Event {
   Clock clock;
@@ -132,28 +137,37 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     setDevice(device);
     return before;
   }
-  DeviceIndex deviceCount() const noexcept override { return static_cast<DeviceIndex>(device_count()); }
+  DeviceIndex deviceCount() const noexcept override {
+    return static_cast<DeviceIndex>(device_count());
+  }
 
   Stream make(Device device, c10::StreamId id) const {
     return Stream(Stream::UNSAFE, Device(SIM, index_or_current(device)), id);
   }
-  Stream getStream(Device device) const override { return make(device, thread_streams[index_or_current(device)]); }
+  Stream getStream(Device device) const override {
+    return make(device, thread_streams[index_or_current(device)]);
+  }
   Stream getDefaultStream(Device device) const override { return make(device, 0); }
   Stream getNewStream(Device device, int) const override {
     return make(device, ++streams_made[index_or_current(device)]);
   }
-  Stream getStreamFromGlobalPool(Device device, bool) const override { return getNewStream(device, 0); }
+  Stream getStreamFromGlobalPool(Device device, bool) const override {
+    return getNewStream(device, 0);
+  }
   Stream exchangeStream(Stream stream) const override {
     const Stream before = getStream(stream.device());
     thread_streams[stream.device_index()] = stream.id();
     return before;
   }
 
-  void record(void** handle, const Stream& stream, const DeviceIndex, const c10::EventFlag) const override {
+  void record(void** handle, const Stream& stream, const DeviceIndex,
+              const c10::EventFlag) const override {
     if (!*handle) *handle = new Event;
     *event_of(*handle) = Event{checker().record(key_of(stream)), std::chrono::steady_clock::now()};
   }
-  void destroyEvent(void* handle, const DeviceIndex) const noexcept override { delete event_of(handle); }
+  void destroyEvent(void* handle, const DeviceIndex) const noexcept override {
+    delete event_of(handle);
+  }
   void block(void* handle, const Stream& stream) const override {
     if (handle && !left_out.waits) checker().wait(key_of(stream), event_of(handle)->clock);
   }
@@ -167,8 +181,9 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     if (!left_out.synchronize) checker().synchronize_device(device);
   }
 
-  // Work that nobody has waited for is answered "not yet" once and "done" the next time, so that both branches of
-  // a caller that polls are run and every polling loop ends. "Done" tells the host, as it does on a real device.
+  // Work that nobody has waited for is answered "not yet" once and "done" the next time, so that
+  // both branches of a caller that polls are run and every polling loop ends. "Done" tells the
+  // host, as it does on a real device.
   bool queryEvent(void* handle) const override {
     if (!handle || checker().complete(event_of(handle)->clock)) return true;
     if (!event_of(handle)->asked) {
@@ -194,25 +209,33 @@ struct SimGuard final : c10::impl::DeviceGuardImplInterface {
     allocator_instance.recordStream(pointer, stream);
   }
   double elapsedTime(void* start, void* end, const DeviceIndex) const override {
-    return std::chrono::duration<double, std::milli>(event_of(end)->time - event_of(start)->time).count();
+    return std::chrono::duration<double, std::milli>(event_of(end)->time - event_of(start)->time)
+        .count();
   }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, SimGuard);
 
-// ---- random numbers: each device has its own generator, drawing as the CPU's would ----------------
+// ---- random numbers: each device has its own generator, drawing as the CPU's would
 
 struct SimGenerator final : c10::GeneratorImpl {
   at::Generator cpu;
   SimGenerator(DeviceIndex device, at::Generator draws)
-      : GeneratorImpl(Device(SIM, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)), cpu(std::move(draws)) {}
+      : GeneratorImpl(Device(SIM, device), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1)),
+        cpu(std::move(draws)) {}
   void set_current_seed(uint64_t seed) override { cpu.set_current_seed(seed); }
   uint64_t current_seed() const override { return cpu.current_seed(); }
   uint64_t seed() override { return cpu.seed(); }
   void set_offset(uint64_t offset) override { cpu.set_offset(offset); }
   uint64_t get_offset() const override { return cpu.get_offset(); }
-  void set_state(const c10::TensorImpl& state) override { cpu.unsafeGetGeneratorImpl()->set_state(state); }
-  c10::intrusive_ptr<c10::TensorImpl> get_state() const override { return cpu.unsafeGetGeneratorImpl()->get_state(); }
-  SimGenerator* clone_impl() const override { return new SimGenerator(device().index(), cpu.clone()); }
+  void set_state(const c10::TensorImpl& state) override {
+    cpu.unsafeGetGeneratorImpl()->set_state(state);
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    return cpu.unsafeGetGeneratorImpl()->get_state();
+  }
+  SimGenerator* clone_impl() const override {
+    return new SimGenerator(device().index(), cpu.clone());
+  }
 };
 
 at::Generator new_generator(DeviceIndex device) {
@@ -222,13 +245,14 @@ at::Generator new_generator(DeviceIndex device) {
 at::Generator& default_generator_slot(DeviceIndex device) {
   static auto* generators = [] {
     auto* all = new std::vector<at::Generator>;
-    for (int i = 0; i < MAX_DEVICES; ++i) all->push_back(new_generator(static_cast<DeviceIndex>(i)));
+    for (int i = 0; i < MAX_DEVICES; ++i)
+      all->push_back(new_generator(static_cast<DeviceIndex>(i)));
     return all;
   }();
   return generators->at(device < 0 ? thread_device : device);
 }
 
-// ---- what torch asks of an accelerator --------------------------------------------------------------
+// ---- what torch asks of an accelerator
 
 struct SimHooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
@@ -245,8 +269,12 @@ struct SimHooks final : at::PrivateUse1HooksInterface {
     if (device >= 0) setCurrentDevice(device);
     return before;
   }
-  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override { return exchangeDevice(device); }
-  const at::Generator& getDefaultGenerator(DeviceIndex device) const override { return default_generator_slot(device); }
+  DeviceIndex maybeExchangeDevice(DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  const at::Generator& getDefaultGenerator(DeviceIndex device) const override {
+    return default_generator_slot(device);
+  }
   at::Generator getNewGenerator(DeviceIndex device) const override {
     return new_generator(device < 0 ? thread_device : device);
   }
@@ -260,7 +288,8 @@ struct SimHooks final : at::PrivateUse1HooksInterface {
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     c10::DeviceGuard guard(storage.device());
     auto grown = allocator_instance.allocate(bytes);
-    if (storage.nbytes() && bytes) std::memcpy(grown.get(), storage.data(), std::min(bytes, storage.nbytes()));
+    if (storage.nbytes() && bytes)
+      std::memcpy(grown.get(), storage.data(), std::min(bytes, storage.nbytes()));
     storage.unsafeGetStorageImpl()->set_data_ptr_noswap(std::move(grown));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }
@@ -269,12 +298,13 @@ const bool hooks_registered = (at::RegisterPrivateUse1HooksInterface(&hooks), tr
 
 }  // namespace
 
-// ---- the face towards the other files -------------------------------------------------------------
+// ---- the face towards the other files
 
 int device_count() { return configured_devices; }
 
 void set_device_count(int64_t count) {
-  TORCH_CHECK(count >= 1 && count <= MAX_DEVICES, "sim: between 1 and ", MAX_DEVICES, " devices, not ", count);
+  TORCH_CHECK(count >= 1 && count <= MAX_DEVICES, "sim: between 1 and ", MAX_DEVICES,
+              " devices, not ", count);
   configured_devices = static_cast<int>(count);
 }
 
@@ -295,7 +325,9 @@ void leave_out(std::string kind, bool on) {
 }
 
 DeviceIndex current_device() { return thread_device; }
-DeviceIndex index_or_current(Device device) { return device.index() < 0 ? thread_device : device.index(); }
+DeviceIndex index_or_current(Device device) {
+  return device.index() < 0 ? thread_device : device.index();
+}
 StreamKey key_of(const Stream& stream) { return {stream.device_index(), stream.id()}; }
 StreamKey current_stream(int device) { return {device, thread_streams[device]}; }
 c10::DeviceAllocator& device_allocator() { return allocator_instance; }

@@ -1,4 +1,5 @@
-// The device itself: how many there are, which one a thread uses, its streams, memory and random numbers.
+// The device itself: how many there are, which one a thread uses, its streams, memory and random
+// numbers.
 #pragma once
 
 #include <ATen/core/Generator.h>
@@ -22,11 +23,13 @@ c10::DeviceIndex index_or_current(c10::Device);
 StreamKey key_of(const c10::Stream&);
 StreamKey current_stream(int device);  // of this thread
 
-// Mutation of a whole program: from now on calls of this kind ("waits", "record_stream", "synchronize") do nothing.
+// Mutation of a whole program: from now on calls of this kind ("waits", "record_stream",
+// "synchronize") do nothing.
 void leave_out(std::string kind, bool on);
 
 c10::DeviceAllocator& device_allocator();
-// Memory that a CPU kernel allocated for a result becomes memory of the device, counted like any other.
+// Memory that a CPU kernel allocated for a result becomes memory of the device, counted like any
+// other.
 void account(const void* base, size_t bytes, int device);
 void discount(const void* base, size_t bytes, int device);
 
