@@ -15,6 +15,15 @@ uint64_t plc_flag_bytes(void) { return sizeof(event_count); }
 
 void plc_flag_raise(void *flag) { advance((event_count *)flag, 1); }
 
+/* Raising the flag publishes what was written before: whoever sees it raised sees the arrays and the notice. */
+void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second, uint32_t pieces, const uint64_t *to,
+                   const uint64_t *from, const uint64_t *bytes) {
+    plc_copy_pieces(pieces, to, from, bytes);
+    notice[0] = first;
+    notice[1] = second;
+    advance((event_count *)flag, 1);
+}
+
 static bool raised(event_count *flag, uint32_t target) {
     return (int32_t)(atomic_load_explicit(&flag->value, memory_order_acquire) - target) >= 0;
 }

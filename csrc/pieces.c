@@ -10,7 +10,7 @@
 
 void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from, const uint64_t *bytes) {
     for (uint32_t i = 0; i < pieces; i++)
-        memcpy((void *)(uintptr_t)to[i], (const void *)(uintptr_t)from[i], bytes[i]);
+        if (bytes[i] > 0) memcpy((void *)(uintptr_t)to[i], (const void *)(uintptr_t)from[i], bytes[i]);
 }
 
 int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others, const uint64_t *from, const uint64_t *counts,

@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from datetime import timedelta
 from operator import attrgetter
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -48,6 +51,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
+    "cpp_reference_count",
     "current_graph_task",
     "default_store",
     "device_types_of",
@@ -60,6 +64,7 @@ __all__ = [
     "keeps_graph",
     "preserve_version",
     "queue_end_of_backward",
+    "run_backward",
     "storage_users",
     "store_of",
     "timeouts_of",
@@ -160,6 +165,14 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 # ----------------------------------------------------- DistributedDataParallel
 
 # ---------------------------------------------------------------- DataParallel
+
+# References to a tensor from C++, beside the one its Python object holds: together with Python's
+# own count they show whether anybody else has the tensor. torch/csrc/autograd/python_variable.cpp.
+cpp_reference_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
+
+# What torch.autograd.backward ends in (torch/autograd/graph.py), without its checks of arguments,
+# which cost a worker as much as the backward of a small layer.
+run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 # --------------------------------------------------------------------- backend
 

@@ -488,7 +488,7 @@ def test_what_cannot_be_split_is_said(wrap):
         def forward(self, x):
             return x.sum(0) if len(x) == 2 else x
 
-    with pytest.raises(MismatchError, match="same type and rank"):
+    with pytest.raises(MismatchError, match="same type and number of dimensions"):
         wrap(Odd())(torch.randn(3, 2))
 
 

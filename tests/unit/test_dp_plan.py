@@ -14,10 +14,11 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.dp.gather import TensorMeta, join_leaf, same_structure
+from paceline._pytree import Whole, flatten, unflatten
+from paceline.dp.gather import GatherKind, check_same_structure, plan_gather
 from paceline.dp.module_snapshot import ModuleSnapshot
+from paceline.dp.protocol import TensorMeta
 from paceline.dp.scatter import even_ranges, split_inputs
-from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.errors import ConfigError, MismatchError
 
 
@@ -86,41 +87,43 @@ def test_a_declared_split_must_give_a_part_for_each():
         split_inputs(([1, 2, 3],), 2, 0, {list: lambda thing, ranges: [thing]}, (Whole, list))
 
 
-def test_joints():
+def test_gather_plans():
     f32 = torch.float32
-    cat = join_leaf(
+    cat = plan_gather(
         [TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 2), requires_grad=True)], [3, 2], 0, "mean"
     )
-    assert (cat.how, cat.shape, cat.ranges, cat.requires_grad) == (
-        "cat",
+    assert (cat.kind, cat.shape, cat.ranges, cat.requires_grad) == (
+        GatherKind.CONCATENATE,
         (5, 2),
         ((0, 3), (3, 5)),
         True,
     )
-    mean = join_leaf([TensorMeta(f32, ())] * 2, [3, 1], 0, "mean")
-    assert (mean.how, mean.weights) == ("mean", (0.75, 0.25))
-    assert join_leaf([TensorMeta(torch.int64, ())] * 2, [3, 1], 0, "mean").how == "stack"
-    with pytest.raises(MismatchError, match="cannot be joined"):
-        join_leaf([TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 3))], [3, 2], 0, "mean")
+    mean = plan_gather([TensorMeta(f32, ())] * 2, [3, 1], 0, "mean")
+    assert (mean.kind, mean.weights) == (GatherKind.MEAN, (0.75, 0.25))
+    assert (
+        plan_gather([TensorMeta(torch.int64, ())] * 2, [3, 1], 0, "mean").kind is GatherKind.STACK
+    )
+    with pytest.raises(MismatchError, match="cannot be concatenated"):
+        plan_gather([TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 3))], [3, 2], 0, "mean")
     with pytest.raises(MismatchError, match="different structure"):
-        same_structure([("leaf",), ("list", ())], [[], []])
+        check_same_structure([("leaf",), ("list", ())], [[], []])
     with pytest.raises(ConfigError, match="different values"):
-        same_structure([("leaf",), ("leaf",)], [[1], [2]])
+        check_same_structure([("leaf",), ("leaf",)], [[1], [2]])
 
 
 def test_changes_to_a_module_are_noticed():
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
-    watch = ModuleSnapshot(module)
-    assert watch.updates() == []
+    snapshot = ModuleSnapshot(module)
+    assert snapshot.updates() == []
     module.eval()
-    assert {(index, name) for index, name, _ in watch.updates()} == {
+    assert {(index, name) for index, name, _ in snapshot.updates()} == {
         (0, "training"),
         (1, "training"),
         (2, "training"),
     }
     module[1].p = 0.25
-    assert watch.updates() == [(2, "p", 0.25)]
-    assert watch.updates() == []
+    assert snapshot.updates() == [(2, "p", 0.25)]
+    assert snapshot.updates() == []
 
 
 @pytest.mark.parametrize(
@@ -138,41 +141,41 @@ def test_changes_to_a_module_are_noticed():
 def test_changes_that_need_new_workers(change):
     module = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
     module[0].table, module[0].constant = [1], torch.ones(2)
-    watch = ModuleSnapshot(module)
+    snapshot = ModuleSnapshot(module)
     change(module)
-    assert watch.updates() is None
+    assert snapshot.updates() is None
 
 
 def test_what_forward_does_is_no_change_but_for_numbers():
     module = nn.Linear(2, 2)
     module.seen, module.count = None, 0
-    watch = ModuleSnapshot(module)
+    snapshot = ModuleSnapshot(module)
     module.seen, module.count = torch.ones(1), 1
-    watch.absorb()
-    assert watch.updates() == [(0, "count", 1)]
+    snapshot.accept_forward_changes()
+    assert snapshot.updates() == [(0, "count", 1)]
 
 
 def test_a_forward_that_changes_the_module_late_is_looked_at_from_then_on():
     module = nn.Linear(2, 2)
     module.seen = None
-    watch = ModuleSnapshot(module)
+    snapshot = ModuleSnapshot(module)
     for _ in range(20):
-        watch.absorb()
-    assert watch.updates() == []
+        snapshot.accept_forward_changes()
+    assert snapshot.updates() == []
     module.seen = torch.ones(1)
-    watch.absorb()
-    assert watch.updates() is None  # it may have been the user
-    assert watch.is_restless
-    again = ModuleSnapshot(module, watch.is_restless)
+    snapshot.accept_forward_changes()
+    assert snapshot.updates() is None  # it may have been the user
+    assert snapshot.forward_mutates
+    again = ModuleSnapshot(module, snapshot.forward_mutates)
     for _ in range(20):
         module.seen = torch.ones(1)
-        again.absorb()
+        again.accept_forward_changes()
         assert again.updates() == []
 
 
 def test_hooks_that_only_saving_runs_need_no_new_workers():
     module = nn.Linear(2, 2)
-    watch = ModuleSnapshot(module)
+    snapshot = ModuleSnapshot(module)
     module.register_state_dict_pre_hook(lambda *_: None)
     module.register_load_state_dict_post_hook(lambda *_: None)
-    assert watch.updates() == []
+    assert snapshot.updates() == []

@@ -101,3 +101,18 @@ def test_worker_info_can_be_hidden_from_a_dataset_in_a_worker():
 
     loader = torch.utils.data.DataLoader(Stream(), batch_size=None, num_workers=1)
     assert list(loader) == [[True, False]]
+def test_references_from_c_plus_plus_grow_with_the_graph():
+    x = torch.zeros(2, requires_grad=True)
+    before = internals.cpp_reference_count(x)
+    y = x * 2  # its node leads to x
+    assert internals.cpp_reference_count(x) >= before
+    del y
+
+
+def test_backward_without_checks_accumulates():
+    x = torch.ones(2, requires_grad=True)
+    y = x * 3
+    internals.run_backward(
+        (y,), (torch.ones(2),), False, False, (), allow_unreachable=True, accumulate_grad=True
+    )
+    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]

@@ -249,6 +249,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),
+    "plc_hand_over": (None, [_PTR, _PTR, _U64, _U64, _U32, _PTR, _PTR, _PTR]),
     "plc_arena_note": (_U32, [_PTR, _PTR, _I32]),
     "plc_arena_read_notes": (None, [_PTR, _U32, _PTR]),
     "plc_arena_weigh": (None, [_PTR, _I32, _I32]),

@@ -1,4 +1,4 @@
-"""Many arrays in one native call: gradients of a model's parameters, each at an address of its own."""
+"""Many arrays in one native call: the gradients of a model, each at an address of its own."""
 
 from __future__ import annotations
 

@@ -1,44 +1,41 @@
 """Where the replicas meet the user's autograd graph.
 
-    parameters --> Parameters --> [module on share 0] --> Join --> gathered outputs
-    inputs     --> Share -----/                          /
-                       [module on shares 1.. elsewhere] -
+    parameters --> ReplicaParameters --> [module on share 0] --> GatherOutputs --> outputs
+    inputs ------> ScatterInput ------/                         /
+                             [module on shares 1.. in workers] -
 
-Backward goes from right to left: `Join` hands each replica its part of the gradient and lets the
-others start, autograd runs share 0, `Parameters` and `Share` then add what the others found. Hooks,
-accumulation, `inputs=`, `autograd.grad`, `retain_graph` and optimizers see an ordinary graph.
-`Parameters` is one node for all forwards: what it gives out lasts.
+Backward goes from right to left: `GatherOutputs` sends each worker its part of the gradient and
+lets it start, autograd runs share 0, then `ReplicaParameters` and `ScatterInput` add what the
+workers computed. Hooks, accumulation, `inputs=`, `autograd.grad`, `retain_graph` and optimizers see
+an ordinary graph. `ReplicaParameters` is one node for all forwards: its outputs last.
 
-In a worker there are no parameters to go on to: gradients end in `Caught`, all in one place.
+A worker has no parameters to go on to: its gradients end in `CaptureGradients`, all in one place.
 """
 
 from __future__ import annotations
 
 import functools
-import operator
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.autograd.function import FunctionCtx
+
+from paceline._interpreter import reference_count
+from paceline._torch_internals import cpp_reference_count, storage_users
 
 __all__ = [
-    "Caught",
+    "CaptureGradients",
+    "GatherOutputs",
     "Gradients",
-    "Join",
-    "Parameters",
+    "GradientSummation",
     "RemoteCall",
-    "Share",
-    "Summing",
-    "not_shared",
+    "ReplicaParameters",
+    "ScatterInput",
+    "exclusively_owned",
     "refuse_create_graph",
 ]
 
 Gradients = Sequence[torch.Tensor | None]
-_uses: Callable[[torch.Tensor], int] = operator.methodcaller(
-    "_use_count"
-)  # of the tensor, outside of Python
 
 
 class RemoteCall(Protocol):
@@ -47,62 +44,65 @@ class RemoteCall(Protocol):
     def own_share(self, index: int) -> torch.Tensor:
         """Share 0 of input leaf `index`, as a tensor of its own."""
 
-    def join_outputs(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs of all replicas, joined."""
+    def gather_outputs(self, own: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The outputs of all replicas, gathered."""
 
     def differentiable(self) -> Sequence[bool]:
-        """Which joined outputs have gradients."""
+        """Which gathered outputs have gradients."""
 
     def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
-        """Let the other replicas start; the gradients of share 0."""
+        """Let the workers start; the gradients of share 0."""
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the whole input leaf `index`."""
 
 
-class Summing(Protocol):
+class GradientSummation(Protocol):
     """Who adds up the gradients of parameters."""
 
     def sums(self, own: Gradients) -> Gradients:
-        """The sums over all replicas of what the calls of this backward found."""
+        """The sums over all replicas of what the calls of this backward computed."""
 
 
-class Parameters(torch.autograd.Function):
-    """Parameters on their way into share 0. The last output is an anchor: it ties a `Join` to this
-    node.
+class ReplicaParameters(torch.autograd.Function):
+    """Parameters on their way into share 0.
+
+    The last output is an anchor, which ties `GatherOutputs` to this node.
     """
 
     @staticmethod
-    def forward(ctx: Any, summing: Summing, *parameters: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.summing = summing
+    def forward(
+        ctx: Any, summation: GradientSummation, *parameters: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.summation = summation
         ctx.set_materialize_grads(False)
-        _references_of_a_backward(), _references_of_a_base()
+        _references_of_fresh_gradient(), _references_of_base()
         return (*(parameter.detach() for parameter in parameters), torch.empty(0))
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
-        return (None, *ctx.summing.sums(gradients[:-1]))
+        return (None, *ctx.summation.sums(gradients[:-1]))
 
 
-class Caught(torch.autograd.Function):
-    """Parameters of a worker: `found` is given the gradients of each backward that comes here."""
+class CaptureGradients(torch.autograd.Function):
+    """Parameters of a worker: `captured` gets the gradients of each backward that comes here."""
 
     @staticmethod
     def forward(
-        ctx: Any, found: list[Gradients], parameters: Sequence[torch.Tensor], root: torch.Tensor
+        ctx: Any, captured: list[Gradients], parameters: Sequence[torch.Tensor], root: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ctx.found = found
+        ctx.captured = captured
         ctx.set_materialize_grads(False)
         return tuple(parameter.detach() for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        ctx.found.append(gradients)
+        ctx.captured.append(gradients)
         return None, None, None
 
 
-class Share(torch.autograd.Function):
+class ScatterInput(torch.autograd.Function):
     """An input that requires a gradient, on its way into share 0."""
 
     @staticmethod
@@ -117,7 +117,7 @@ class Share(torch.autograd.Function):
         return None, None, ctx.call.input_gradient(ctx.index, gradients[0])
 
 
-class Join(torch.autograd.Function):
+class GatherOutputs(torch.autograd.Function):
     """Outputs of share 0 in, outputs of the whole batch out."""
 
     @staticmethod
@@ -126,74 +126,71 @@ class Join(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.call = call
         ctx.set_materialize_grads(False)
-        joined = call.join_outputs(own)
-        ctx.mark_non_differentiable(
-            *(
-                tensor
-                for tensor, differs in zip(joined, call.differentiable(), strict=True)
-                if not differs
-            )
-        )
-        return joined
+        gathered = call.gather_outputs(own)
+        constant = [
+            tensor
+            for tensor, has_gradient in zip(gathered, call.differentiable(), strict=True)
+            if not has_gradient
+        ]
+        if constant:
+            ctx.mark_non_differentiable(*constant)
+        return gathered
 
     @staticmethod
-    def backward(ctx: FunctionCtx, *gradients: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         refuse_create_graph()
-        return (None, None, *ctx.call.start_backward(gradients))  # type: ignore[attr-defined]  # set in forward
+        return (None, None, *ctx.call.start_backward(gradients))
 
 
-def not_shared(gradients: Gradients) -> list[bool]:
-    """Which of them only the backward that was called with them refers to: they may be added to in
-    place.
+def exclusively_owned(gradients: Gradients) -> list[bool]:
+    """Which of them only the backward that was called with them refers to.
 
-    Another node's input, a hook that kept it, a view of it would each be one reference more. To be
-    called with the tuple that `Parameters.backward` got, without its last.
+    Those may be added to in place. Another node's input, a hook that kept it, a view of it would
+    each be one reference more. To be called with the tuple that `ReplicaParameters.backward` got,
+    without its last.
     """
-    limit, base_limit = _references_of_a_backward(), _references_of_a_base()
-    uses_of_storage = torch._C._storage_Use_Count
-    found = []
+    limit, base_limit = _references_of_fresh_gradient(), _references_of_base()
+    owned = []
     for references, gradient in zip(_references(gradients), gradients, strict=True):
         if references > limit or gradient is None or gradient.is_sparse:
-            found.append(False)
+            owned.append(False)
             continue
-        base = (
-            gradient._base
-        )  # the gradient of a Linear's weight is a transposed view of a tensor nobody else has
+        # The gradient of a Linear's weight is a transposed view of a tensor nobody else has.
+        base = gradient._base
         # The tensor's reference, its base's, and that of the storage made for this question.
         holders = 2 if base is None else 3
-        found.append(
-            uses_of_storage(gradient.untyped_storage()._cdata) <= holders
-            and (base is None or sys.getrefcount(base) + _uses(base) <= base_limit)
+        owned.append(
+            storage_users(gradient) <= holders
+            and (base is None or reference_count(base) + cpp_reference_count(base) <= base_limit)
         )
-    return found
+    return owned
 
 
 @functools.cache
-def _references_of_a_base() -> int:
-    """How many references the base of a view has that only the view refers to, as `not_shared`
-    counts.
-    """
+def _references_of_base() -> int:
+    """The references of a base that only its view has, as `exclusively_owned` counts."""
     with torch.no_grad():
         view = torch.zeros(2, 2).t()
     base = view._base
     assert base is not None
-    return sys.getrefcount(base) + _uses(base)
+    return reference_count(base) + cpp_reference_count(base)
 
 
 @functools.cache
-def _references_of_a_backward() -> int:
-    """How many references a gradient has that nobody keeps, as `_references` counts: depends on
-    torch's version.
+def _references_of_fresh_gradient() -> int:
+    """The references of a gradient that nobody keeps, as `_references` counts.
+
+    It depends on the version of torch, so it is measured.
     """
     with torch.enable_grad():
         _Probe.apply(torch.zeros(1, requires_grad=True))[0].sum().mul(2).backward()  # type: ignore[no-untyped-call]  # torch's
-    return _Probe.found
+    return _Probe.references
 
 
 class _Probe(torch.autograd.Function):
-    """Counts the references of a gradient in the way, and at the depth, that `Parameters` does."""
+    """Counts the references of a gradient in the way, and at the depth, of `ReplicaParameters`."""
 
-    found = 0
+    references = 0
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -201,18 +198,19 @@ class _Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
-        _Probe.found = min(_references(gradients[:-1]))
+        _Probe.references = min(_references(gradients[:-1]))
         return gradients[0]
 
 
 def _references(gradients: Gradients) -> list[int]:
-    return [sys.getrefcount(gradient) for gradient in gradients]
+    return [reference_count(gradient) for gradient in gradients]
 
 
 def refuse_create_graph() -> None:
     """Raise if this backward was asked for a graph of itself."""
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "DataParallel cannot be differentiated twice: create_graph=True needs the graphs of all replicas in this "
-            "process. Take second derivatives inside the module's forward, or call `model.module` for such steps"
+            "DataParallel cannot be differentiated twice: create_graph=True needs the graphs of "
+            "all replicas in this process. Take second derivatives inside the module's forward, or "
+            "call `model.module` for such steps"
         )

@@ -1,6 +1,4 @@
-"""`workers="auto"`: tries the first batches in one piece, the next ones split, and keeps what was
-faster.
-"""
+"""`workers="auto"`: runs the first batches whole, the next ones split; keeps what is faster."""
 
 from __future__ import annotations
 
@@ -15,9 +13,7 @@ _WORTH_IT = 0.95
 
 
 class Autotune:
-    """Times forwards. In one piece first: after that, threads of OpenMP do not disturb the workers'
-    times.
-    """
+    """Times forwards: whole ones first, so that OpenMP's threads do not disturb the workers."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -25,18 +21,18 @@ class Autotune:
         self._split: list[float] = []
 
     def run(self, whole: Callable[[], Any], split: Callable[[], Any]) -> Any:
-        """One forward, in the way whose turn it is."""
-        times, way = (
+        """One forward, whole or split, whichever is next."""
+        times, forward = (
             (self._whole, whole) if len(self._whole) < _CALLS_EACH else (self._split, split)
         )
         started = self._clock()
-        result = way()
+        result = forward()
         times.append(self._clock() - started)
         return result
 
     @property
     def is_over(self) -> bool:
-        """Whether both ways were tried often enough."""
+        """Whether both were timed often enough."""
         return len(self._split) == _CALLS_EACH
 
     @property
@@ -46,4 +42,5 @@ class Autotune:
 
     def describe(self) -> str:
         """The two times, in words."""
-        return f"{min(self._whole[1:]) * 1e3:.2f} ms in one piece, {min(self._split[1:]) * 1e3:.2f} ms split"
+        whole_ms, split_ms = min(self._whole[1:]) * 1e3, min(self._split[1:]) * 1e3
+        return f"{whole_ms:.2f} ms in one piece, {split_ms:.2f} ms split"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -12,11 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from paceline._pytree import without_marks
+from paceline._state_dict import align_names
 from paceline.core import native_status
 from paceline.dp.autotune import Autotune
 from paceline.dp.process_executor import ProcessExecutor
 from paceline.dp.scatter import Splitter
-from paceline.dp.structure import without_marks
 from paceline.dp.thread_executor import ThreadExecutor
 from paceline.errors import ConfigError
 
@@ -40,8 +42,7 @@ class _Options:
 
 
 class DataParallel(nn.Module):
-    """Runs a module on parts of each batch at once; outputs and gradients are those of the whole
-    batch.
+    """Runs a module on parts of each batch at once, with the outputs and gradients of the whole.
 
         model = paceline.DataParallel(model)
 
@@ -77,14 +78,14 @@ class DataParallel(nn.Module):
         self.module = module
         self.dim = dim
         self.device_ids: list[int] = []
-        self.output_device: Any = None
+        self.output_device: int | torch.device | None = None
         self._output_device = output_device
         self._is_closed = False
         self._options = _Options(
             device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
         )
         self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
-        self._trial = (
+        self._autotune = (
             Autotune()
             if workers == "auto" and isinstance(self._executor, ProcessExecutor)
             else None
@@ -95,33 +96,39 @@ class DataParallel(nn.Module):
         """The module's forward, on all replicas."""
         if self._is_closed:
             raise ConfigError(
-                "this DataParallel was closed; use the module itself, `model.module`, or wrap it again"
+                "this DataParallel was closed; use the module itself, `model.module`, or wrap "
+                "it again"
             )
         if self._executor is None:
-            return self._in_one_piece(inputs, kwargs)
-        if self._trial is not None:
-            return self._try_both(self._executor, self._trial, inputs, kwargs)
+            return self._run_whole(inputs, kwargs)
+        if self._autotune is not None:
+            return self._run_and_time(self._executor, self._autotune, inputs, kwargs)
         return self._executor.run(inputs, kwargs)
 
-    def _in_one_piece(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_whole(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, named = without_marks((inputs, kwargs))
         return self.module(*args, **named)
 
-    def _try_both(
-        self, executor: Any, trial: Autotune, inputs: tuple[Any, ...], kwargs: dict[str, Any]
+    def _run_and_time(
+        self,
+        executor: ProcessExecutor | ThreadExecutor,
+        autotune: Autotune,
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> Any:
-        result = trial.run(
-            lambda: self._in_one_piece(inputs, kwargs),
+        result = autotune.run(
+            lambda: self._run_whole(inputs, kwargs),
             lambda: executor.run(inputs, kwargs),
         )
-        if trial.is_over:
-            self._trial = None
-            if not trial.splitting_pays:
+        if autotune.is_over:
+            self._autotune = None
+            if not autotune.splitting_pays:
                 executor.refresh()  # the workers end with the last graph that needs them
                 self._executor = None
                 warnings.warn(
-                    f"DataParallel(workers='auto') does not split: a forward took {trial.describe()}. Its matrix "
-                    "products already use all cores, or the batch is too small. To split all the same, give a number",
+                    "DataParallel(workers='auto') does not split: a forward took "
+                    f"{autotune.describe()}. Its matrix products already use all cores, or the "
+                    "batch is too small. To split all the same, give a number",
                     stacklevel=2,
                 )
         return result
@@ -142,13 +149,13 @@ class DataParallel(nn.Module):
                 self.module, devices, output, self.dim, options.scalars, options.split
             )
         cores = len(os.sched_getaffinity(0))
-        asked = None if options.workers == "auto" else options.workers
-        count = max(1, cores // options.threads) if asked is None else int(asked)
+        requested = None if options.workers == "auto" else options.workers
+        count = max(1, cores // options.threads) if requested is None else int(requested)
         if count == 1:
             return None
         status = native_status()
         if not status.available:
-            self._say_core_is_missing(status.reason, is_asked_for=isinstance(asked, int))
+            self._report_missing_core(status.reason, is_requested=isinstance(requested, int))
             return None
         return ProcessExecutor(
             self.module,
@@ -158,22 +165,24 @@ class DataParallel(nn.Module):
             options.scalars,
             options.split,
             options.timeout,
-            is_batch_whole=options.batch_norm == "global",
+            global_batch_norm=options.batch_norm == "global",
         )
 
-    def _say_core_is_missing(self, reason: str, is_asked_for: bool) -> None:
-        """Workers cannot be had. Whoever asked for a number of them is told so by an error, others
-        by a warning.
-        """
-        cure = "reinstall paceline where a C compiler is found (`paceline doctor` shows what is missing)"
-        if is_asked_for:
+    def _report_missing_core(self, reason: str, is_requested: bool) -> None:
+        """Raise for whoever requested a number of workers; warn all others."""
+        cure = (
+            "reinstall paceline where a C compiler is found (`paceline doctor` shows what is "
+            "missing)"
+        )
+        if is_requested:
             raise ConfigError(
-                f"DataParallel(workers={self._options.workers}) on the CPU needs the native core, which is missing: "
-                f"{reason}. To have it, {cure}; workers=1 or workers=None runs without it, in one piece"
+                f"DataParallel(workers={self._options.workers}) on the CPU needs the native core, "
+                f"which is missing: {reason}. To have it, {cure}; workers=1 or workers=None runs "
+                "without it, in one piece"
             )
         warnings.warn(
-            f"DataParallel does not split batches: the native core is missing: {reason}. The module runs in one piece, "
-            f"with all intra-op threads. To use workers, {cure}",
+            f"DataParallel does not split batches: the native core is missing: {reason}. The "
+            f"module runs in one piece, with all intra-op threads. To use workers, {cure}",
             stacklevel=5,
         )
 
@@ -200,8 +209,9 @@ class DataParallel(nn.Module):
         return [_device(each) for each in ids]
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """All of torch's ways to move a module lead here: `DataParallel(module).to(device)` runs on
-        that device.
+        """All of torch's ways to move a module lead here.
+
+        `DataParallel(module).to(device)` runs on that device.
         """
         moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         if not self._is_closed and isinstance(self._executor, ThreadExecutor) != bool(
@@ -224,13 +234,11 @@ class DataParallel(nn.Module):
         return [] if self._executor is None else self._executor.pids
 
     def refresh(self) -> None:
-        """Let workers see a change to the module that cannot be noticed: one inside an object of
-        your own.
-        """
+        """Let workers see a change that cannot be noticed: one inside an object of your own."""
         if self._executor is not None:
             self._executor.refresh()
 
-    # --- life ------------------------------------------------------------------------------------
+    # --- life cycle ------------------------------------------------------------------------------
     def close(self) -> None:
         """End the workers. The module stays as it is and can be used by itself."""
         self._is_closed = True
@@ -258,12 +266,13 @@ class DataParallel(nn.Module):
             return getattr(self.module, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Accepts the module's own names, and those with the prefix `module.` that `state_dict`
-        gives.
-        """
-        if state_dict and not any(key.startswith("module.") for key in state_dict):
-            return self.module.load_state_dict(state_dict, *args, **kwargs)
-        return super().load_state_dict(state_dict, *args, **kwargs)
+        """Accepts the module's own names, and those with the prefix `module.` of `state_dict`."""
+        tensors = itertools.chain(
+            self.named_parameters(remove_duplicate=False),
+            self.named_buffers(remove_duplicate=False),
+        )
+        aligned = align_names(state_dict, [name for name, _ in tensors])
+        return super().load_state_dict(aligned, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -275,16 +284,21 @@ class DataParallel(nn.Module):
         self._executor = self._make_executor()
 
 
-def _device(given: int | torch.device) -> torch.device:
-    if isinstance(given, int):
+def _device(device: int | torch.device) -> torch.device:
+    if isinstance(device, int):
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None
-        return torch.device(accelerator.type, given)
-    return torch.device(given)
+        return torch.device(accelerator.type, device)
+    return torch.device(device)
 
 
 def _check_arguments(
-    workers: Any, threads: int, executor: str | None, scalars: str, batch_norm: str, dim: int
+    workers: int | str | None,
+    threads: int,
+    executor: str | None,
+    scalars: str,
+    batch_norm: str,
+    dim: int,
 ) -> None:
     if workers is not None and workers != "auto" and (not isinstance(workers, int) or workers < 1):
         raise ConfigError(f"workers must be a positive number or 'auto', not {workers!r}")
@@ -298,5 +312,6 @@ def _check_arguments(
         raise ConfigError(f"batch_norm must be 'replica' or 'global', not {batch_norm!r}")
     if dim < 0:
         raise ConfigError(
-            f"dim must not be negative: inputs of different rank have different last dimensions; got {dim}"
+            "dim must not be negative: inputs with different numbers of dimensions have different "
+            f"last ones; got {dim}"
         )

@@ -21,108 +21,104 @@ from paceline.core.wakeup import FLAG_BYTES, Flag
 from paceline.dp.autograd_functions import refuse_create_graph
 from paceline.errors import CollectiveTimeout, ConfigError
 
-__all__ = ["MeetingPoint", "PeerFailed", "WholeBatch"]
+__all__ = ["GlobalBatchNorm", "ReplicaFailed", "StatisticsExchange"]
 
 _VALUES = 1 << 16  # of float64: channels of a layer, and one for the count
 _SPIN_NS = 200_000
 
 
-class PeerFailed(Exception):
+class ReplicaFailed(Exception):
     """Another replica failed or ended; its own answer says why."""
 
 
-class _Seat:
+class _WorkerSlot:
     """One worker's part of the memory."""
 
     def __init__(self, memory: mmap.mmap, offset: int) -> None:
-        self.given = Flag(memory, offset)
-        self.taken = Flag(memory, offset + FLAG_BYTES)
+        self.vector_ready = Flag(memory, offset)
+        self.sum_ready = Flag(memory, offset + FLAG_BYTES)
         start = offset + 2 * FLAG_BYTES
         self.vector = torch.frombuffer(memory, dtype=torch.float64, count=_VALUES, offset=start)
 
 
-class MeetingPoint:
-    """Where the replicas of one team add up vectors; made before the fork."""
+class StatisticsExchange:
+    """Where the replicas add up vectors; made before the fork."""
 
     def __init__(self, workers: int, timeout_s: float) -> None:
-        each = 2 * FLAG_BYTES + _VALUES * 8
-        memory = mmap.mmap(-1, workers * each + FLAG_BYTES)
-        self._seats = [_Seat(memory, index * each) for index in range(workers)]
-        self._failed = memoryview(memory)[workers * each :]
+        slot_bytes = 2 * FLAG_BYTES + _VALUES * 8
+        memory = mmap.mmap(-1, workers * slot_bytes + FLAG_BYTES)
+        self._slots = [_WorkerSlot(memory, index * slot_bytes) for index in range(workers)]
+        self._failed = memoryview(memory)[workers * slot_bytes :]
         self._timeout_s = timeout_s
 
-    def give_up(self, replica: int) -> None:
-        """In a worker that failed: the main process does not wait for it. Sums are out of step from
-        now on.
+    def report_failure(self, replica: int) -> None:
+        """In a worker that failed: the main process does not wait for it.
+
+        The replicas' sums do not correspond any more; the exchange cannot be used again.
         """
         self._failed[0] = 1
-        self._seats[replica - 1].given.raise_()
-
-    @property
-    def is_broken(self) -> bool:
-        """Whether a worker failed in between."""
-        return bool(self._failed[0])
+        self._slots[replica - 1].vector_ready.raise_()
 
     def sum_in_main(self, vector: torch.Tensor, pidfds: list[int]) -> torch.Tensor:
-        """Add what the workers behind `pidfds`, the first ones, bring; all get the sum."""
-        used = list(zip(self._seats, pidfds, strict=False))
+        """Add the vectors of the workers behind `pidfds`, the first ones; all get the sum."""
+        used = list(zip(self._slots, pidfds, strict=False))
         total = vector.clone()
-        for replica, (seat, pidfd) in enumerate(used, 1):
+        for replica, (slot, pidfd) in enumerate(used, 1):
             try:
-                lives = seat.given.wait(pidfd, _SPIN_NS, self._timeout_s)
+                lives = slot.vector_ready.wait(pidfd, _SPIN_NS, self._timeout_s)
             except TimeoutError:
                 raise CollectiveTimeout(
-                    f"replica {replica} of DataParallel brought no batch statistics within {self._timeout_s:g} s; "
-                    "all replicas must run the same layers",
+                    f"replica {replica} of DataParallel sent no batch statistics within "
+                    f"{self._timeout_s:g} s; all replicas must run the same layers",
                     missing=[replica],
                 ) from None
-            if not lives or self.is_broken:
-                raise PeerFailed
-            total += seat.vector[: len(vector)]
-        for seat, _ in used:
-            seat.vector[: len(vector)] = total
-            seat.taken.raise_()
+            if not lives or self._failed[0]:
+                raise ReplicaFailed
+            total += slot.vector[: len(vector)]
+        for slot, _ in used:
+            slot.vector[: len(vector)] = total
+            slot.sum_ready.raise_()
         return total
 
     def sum_in_worker(self, vector: torch.Tensor, replica: int, main_pidfd: int) -> torch.Tensor:
-        """Bring ours, take the sum."""
-        seat = self._seats[replica - 1]
-        seat.vector[: len(vector)] = vector
-        seat.given.raise_()
-        if not seat.taken.wait(main_pidfd, _SPIN_NS):
+        """Leave a worker's vector, wait for the sum."""
+        slot = self._slots[replica - 1]
+        slot.vector[: len(vector)] = vector
+        slot.vector_ready.raise_()
+        if not slot.sum_ready.wait(main_pidfd, _SPIN_NS):
             os._exit(1)  # the main process ended, and so do we
-        return seat.vector[: len(vector)].clone()
+        return slot.vector[: len(vector)].clone()
 
 
-_Summed = Callable[[torch.Tensor], torch.Tensor]
+_SumOverReplicas = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over replicas. Each has it, so that the gradient is the sum of what all replicas find
-    for it.
-    """
+    """The sum over replicas. All have it, so its gradient is the sum of what all compute for it."""
 
     @staticmethod
-    def forward(ctx: Any, vector: torch.Tensor, summed: _Summed) -> torch.Tensor:
-        ctx.summed = summed
-        return summed(vector)
+    def forward(
+        ctx: Any, vector: torch.Tensor, sum_over_replicas: _SumOverReplicas
+    ) -> torch.Tensor:
+        ctx.sum_over_replicas = sum_over_replicas
+        return sum_over_replicas(vector)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         refuse_create_graph()
-        return ctx.summed(gradients[0]), None
+        return ctx.sum_over_replicas(gradients[0]), None
 
 
-class WholeBatch(TorchFunctionMode):
+class GlobalBatchNorm(TorchFunctionMode):
     """Inside, batch normalisation in training takes mean and variance of the whole batch."""
 
-    def __init__(self, summed: _Summed) -> None:
+    def __init__(self, sum_over_replicas: _SumOverReplicas) -> None:
         super().__init__()
-        self._summed = summed
+        self._sum_over_replicas = sum_over_replicas
 
     def __torch_function__(
         self,
-        function: Any,
+        function: Callable[..., Any],
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
@@ -131,6 +127,10 @@ class WholeBatch(TorchFunctionMode):
         if function is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         return function(*args, **kwargs)
+
+    def _sum(self, vector: torch.Tensor) -> torch.Tensor:
+        total: torch.Tensor = _Sum.apply(vector, self._sum_over_replicas)  # type: ignore[no-untyped-call]  # torch's
+        return total
 
     def _batch_norm(
         self,
@@ -148,28 +148,30 @@ class WholeBatch(TorchFunctionMode):
         channels = x.shape[1]
         if channels >= _VALUES:
             raise ConfigError(
-                f"batch_norm='global' takes at most {_VALUES - 1} channels; this layer has {channels}"
+                f"batch_norm='global' takes at most {_VALUES - 1} channels; this layer has "
+                f"{channels}"
             )
-        others = [dim for dim in range(x.dim()) if dim != 1]
+        reduced = [dim for dim in range(x.dim()) if dim != 1]
         wide = x.double()
-        ones = wide.new_full((1,), x.numel() / channels)
-        first: torch.Tensor = _Sum.apply(torch.cat([ones, wide.sum(others)]), self._summed)  # type: ignore[no-untyped-call]  # torch's
-        count, mean = first[0].detach(), first[1:] / first[0].detach()
+        own_count = wide.new_full((1,), x.numel() / channels)
+        count_and_sums = self._sum(torch.cat([own_count, wide.sum(reduced)]))
+        count = count_and_sums[0].detach()
+        mean = count_and_sums[1:] / count
         if count == 1:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got input size {x.shape}"
             )
         shape = [1, channels, *[1] * (x.dim() - 2)]
         centred = wide - mean.view(shape)
-        squares: torch.Tensor = _Sum.apply(centred.square().sum(others), self._summed)  # type: ignore[no-untyped-call]  # torch's
+        squares = self._sum(centred.square().sum(reduced))
         variance = squares / count
         with torch.no_grad():
-            for running, now in ((running_mean, mean), (running_var, squares / (count - 1))):
+            for running, batch in ((running_mean, mean), (running_var, squares / (count - 1))):
                 if running is not None:
-                    running.mul_(1 - momentum).add_(now.to(running.dtype), alpha=momentum)
-        found = centred * (variance + eps).rsqrt().view(shape)
+                    running.mul_(1 - momentum).add_(batch.to(running.dtype), alpha=momentum)
+        normalised = centred * (variance + eps).rsqrt().view(shape)
         if weight is not None:
-            found = found * weight.view(shape)
+            normalised = normalised * weight.view(shape)
         if bias is not None:
-            found = found + bias.view(shape)
-        return found.to(x.dtype)
+            normalised = normalised + bias.view(shape)
+        return normalised.to(x.dtype)

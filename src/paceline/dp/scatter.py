@@ -1,4 +1,4 @@
-"""How a batch is divided among replicas. Pure: sizes in, ranges out."""
+"""How a batch is divided among replicas. Pure: inputs and sizes in, ranges and shares out."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any
 
 import torch
 
-from paceline.dp.structure import Spec, Whole, flatten
+from paceline._pytree import Spec, Whole, flatten
 from paceline.errors import ConfigError
 
-__all__ = ["Ranges", "Splitter", "SplitInputs", "even_ranges", "split_inputs"]
+__all__ = ["Ranges", "SplitInputs", "Splitter", "even_ranges", "split_inputs"]
 
 Ranges = list[tuple[int, int]]
 Splitter = Callable[[Any, Ranges], Sequence[Any]]
 
 
 def even_ranges(batch: int, replicas: int) -> Ranges:
-    """Cut `batch` samples into at most `replicas` non-empty ranges, in order, sizes differing by at
-    most one.
+    """Cut `batch` samples into at most `replicas` non-empty ranges.
+
+    They are in order, and their sizes differ by at most one.
     """
     count = max(1, min(batch, replicas))
     size, longer = divmod(batch, count)
@@ -30,19 +31,21 @@ def even_ranges(batch: int, replicas: int) -> Ranges:
 
 @dataclasses.dataclass
 class SplitInputs:
-    """Inputs taken apart, and what each replica gets of every leaf."""
+    """Inputs taken apart, and what each replica gets of every leaf.
+
+    For a tensor `factors` has its rows per sample, or 0 if every replica gets the whole; for an
+    object with a declared split it is None, and `parts` has an object for each replica.
+    """
 
     spec: Spec
     leaves: list[Any]
-    factors: list[
-        int | None
-    ]  # tensors: rows per sample, 0 for "whole"; None: `parts` holds one object per replica
+    factors: list[int | None]
     parts: list[Sequence[Any] | None]
     ranges: Ranges
     dim: int
 
-    def again(self, leaves: list[Any]) -> SplitInputs:
-        """The same for other inputs; tensors of the same shapes, and nothing else."""
+    def with_leaves(self, leaves: list[Any]) -> SplitInputs:
+        """The same for other inputs: tensors of the same shapes, and nothing else."""
         return SplitInputs(self.spec, leaves, self.factors, self.parts, self.ranges, self.dim)
 
     @property
@@ -51,7 +54,7 @@ class SplitInputs:
         return [stop - start for start, stop in self.ranges]
 
     def share(self, index: int, replica: int) -> Any:
-        """Replica's share of leaf `index`: a view of a tensor, or an object."""
+        """The replica's share of leaf `index`: a view of a tensor, or an object."""
         factor, leaf, parts = self.factors[index], self.leaves[index], self.parts[index]
         if parts is not None:
             return parts[replica]
@@ -77,24 +80,24 @@ def split_inputs(
     factors: list[int | None] = []
     parts: list[Sequence[Any] | None] = []
     for position, leaf in enumerate(leaves):
-        pieces: Sequence[Any] | None = None
-        factor: int | None = None
+        leaf_parts: Sequence[Any] | None = None
+        factor: int | None = 0
         if isinstance(leaf, Whole):
             leaves[position] = leaf.value
-            factor = 0
         elif leaf_types and isinstance(leaf, leaf_types):
-            pieces = _custom(leaf, ranges, splitters)
+            leaf_parts, factor = _custom_parts(leaf, ranges, splitters), None
         elif isinstance(leaf, torch.Tensor):
             factor = _rows_per_sample(leaf, batch, dim)
-        else:
-            factor = 0
         factors.append(factor)
-        parts.append(pieces)
+        parts.append(leaf_parts)
     return SplitInputs(spec, leaves, factors, parts, ranges, dim)
 
 
 def _batch_size(leaves: list[Any], dim: int, leaf_types: tuple[type, ...]) -> int:
-    """The first tensor that has the dimension says it; else the first object with a declared split."""
+    """The size of the first tensor that has the dimension.
+
+    Else the length of the first object with a declared split.
+    """
     sizes = [
         leaf.shape[dim] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > dim
     ]
@@ -107,40 +110,39 @@ def _batch_size(leaves: list[Any], dim: int, leaf_types: tuple[type, ...]) -> in
         return len(custom[0])
     except TypeError as error:
         raise ConfigError(
-            f"DataParallel cannot tell the batch size: no input is a tensor, and {type(custom[0]).__name__} has no "
-            "len(). Give the class a __len__, or pass a tensor along"
+            "DataParallel cannot determine the batch size: no input is a tensor, and "
+            f"{type(custom[0]).__name__} has no len(). Give the class a __len__, or pass a tensor "
+            "along"
         ) from error
 
 
 def _rows_per_sample(leaf: torch.Tensor, batch: int, dim: int) -> int:
-    """0: every replica gets the whole tensor. Else how many entries along `dim` belong to one
-    sample.
-    """
+    """How many entries along `dim` belong to one sample; 0 if every replica gets the whole."""
     if leaf.dim() <= dim or (leaf.shape[dim] == 1 and batch != 1):
         return 0
     if leaf.layout is not torch.strided:
         raise ConfigError(
-            f"DataParallel cannot split a tensor of layout {leaf.layout}; pass it as Whole(tensor) to give it to every "
-            "replica, or declare how with split="
+            f"DataParallel cannot split a tensor of layout {leaf.layout}; pass it as Whole(tensor) "
+            "to give it to every replica, or declare how to split it with split="
         )
     rows = leaf.shape[dim]
     if batch == 0 or rows % batch:
         if rows == batch:
             return 1
         raise ConfigError(
-            f"DataParallel splits inputs along dimension {dim}: the batch has {batch} samples there, but one input has "
-            f"shape {tuple(leaf.shape)}, and {rows} is no multiple of {batch}. Pass it as paceline.dp.Whole(tensor) to "
-            "give all of it to every replica"
+            f"DataParallel splits inputs along dimension {dim}: the batch has {batch} samples "
+            f"there, but one input has shape {tuple(leaf.shape)}, and {rows} is no multiple of "
+            f"{batch}. Pass it as paceline.dp.Whole(tensor) to give all of it to every replica"
         )
     return rows // batch
 
 
-def _custom(leaf: Any, ranges: Ranges, splitters: Mapping[type, Splitter]) -> Sequence[Any]:
+def _custom_parts(leaf: Any, ranges: Ranges, splitters: Mapping[type, Splitter]) -> Sequence[Any]:
     splitter = next(function for kind, function in splitters.items() if isinstance(leaf, kind))
-    pieces = splitter(leaf, ranges)
-    if len(pieces) != len(ranges):
+    parts = splitter(leaf, ranges)
+    if len(parts) != len(ranges):
         raise ConfigError(
-            f"split[{type(leaf).__name__}] gave {len(pieces)} parts for {len(ranges)} replicas; it is called with the "
-            "object and a list of (start, stop) and returns one part for each"
+            f"split[{type(leaf).__name__}] returned {len(parts)} parts for {len(ranges)} replicas; "
+            "it is called with the object and a list of (start, stop) and returns one part for each"
         )
-    return pieces
+    return parts

@@ -1,58 +1,74 @@
-"""Objects on their way between the main process and workers it forked.
+"""Objects on their way between the main process and the workers it forked.
 
 Classes and functions that pickle cannot find by name (local ones, lambdas, those of a notebook) are
-referred to by address: a forked process has everything its parent had, at the same place. `Unknown`
-is raised by a worker that was forked before the thing existed; the main process then forks anew.
+referred to by address: a forked process has everything its parent had, at the same place. A worker
+that was forked before the object existed raises `UnknownObject`; the main process then forks anew.
 """
 
 from __future__ import annotations
 
-import gc
 import io
 import pickle
 import sys
 import types
 from typing import Any, NamedTuple
 
+from paceline._interpreter import live_objects
 from paceline.errors import ConfigError
 
-__all__ = ["Bare", "Unknown", "dumps", "loads", "rebuilt"]
+__all__ = ["ExceptionParts", "UnknownObject", "dump_exception", "dumps", "load_exception", "loads"]
+
+_Reference = tuple[int, str]  # address, qualified name
 
 
-class Unknown(Exception):
+class UnknownObject(Exception):
     """The object came into being after this process was forked."""
 
 
-class Bare(NamedTuple):
-    """An exception that pickle cannot put together again: its class may want other arguments than
-    it keeps.
-    """
+class ExceptionParts(NamedTuple):
+    """An exception that pickle cannot rebuild: its class may want other arguments than it keeps."""
 
     kind: type[BaseException]
     args: tuple[Any, ...]
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, error: BaseException) -> Bare:
-        """Its attributes as far as they can be handed over."""
-        return cls(
-            type(error),
-            error.args,
-            {name: value for name, value in vars(error).items() if _can_go(value)},
-        )
+    def of(cls, error: BaseException) -> ExceptionParts:
+        """The parts of an exception, with the attributes that can be pickled."""
+        attributes = {name: value for name, value in vars(error).items() if _can_be_pickled(value)}
+        return cls(type(error), error.args, attributes)
+
+    def rebuild(self) -> BaseException:
+        """The exception, of its own class, without calling its `__init__`."""
+        error = self.kind.__new__(self.kind, *self.args)
+        error.args = self.args
+        vars(error).update(self.attributes)
+        return error
 
 
-def rebuilt(thing: Any) -> Any:
-    """The exception, of its own class; its `__init__` is not called."""
-    if not isinstance(thing, Bare):
-        return thing
-    error = thing.kind.__new__(thing.kind, *thing.args)
-    error.args = thing.args
-    vars(error).update(thing.attributes)
-    return error
+def dump_exception(error: BaseException) -> bytes:
+    """The exception itself, or its class, arguments and attributes, or empty if neither works."""
+    for parts in (
+        error,
+        ExceptionParts.of(error),
+        ExceptionParts(type(error), error.args, {}),
+    ):
+        try:
+            data = dumps(parts)
+            if type(load_exception(data)) is type(error):
+                return data
+        except Exception:
+            continue
+    return b""
 
 
-def _can_go(value: Any) -> bool:
+def load_exception(data: bytes) -> BaseException:
+    """Undo `dump_exception`, where it did not give up."""
+    loaded: BaseException | ExceptionParts = loads(data)
+    return loaded.rebuild() if isinstance(loaded, ExceptionParts) else loaded
+
+
+def _can_be_pickled(value: Any) -> bool:
     try:
         loads(dumps(value))
     except Exception:
@@ -60,58 +76,60 @@ def _can_go(value: Any) -> bool:
     return True
 
 
-_found: dict[tuple[int, str], Any] = {}
+# Keeps what was referred to, and with it its address, alive.
+_known_objects: dict[_Reference, Any] = {}
 
 
-def dumps(thing: Any) -> bytes:
-    """Like pickle.dumps; for what only fork can hand over, an address."""
+def dumps(value: Any) -> bytes:
+    """Like pickle.dumps; for what only a fork can hand over, an address."""
     try:
         stream = io.BytesIO()
-        _Pickler(stream, protocol=5).dump(thing)
+        _Pickler(stream, protocol=5).dump(value)
         return stream.getvalue()
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise ConfigError(
-            f"DataParallel cannot hand this to its workers: {error}. Pass tensors, containers and picklable objects; "
-            "what cannot be pickled can be an attribute of the module, which workers inherit"
+            f"DataParallel cannot send this to its workers: {error}. Pass tensors, containers and "
+            "picklable objects; what cannot be pickled can be an attribute of the module, which "
+            "workers inherit"
         ) from error
 
 
 def loads(data: bytes | memoryview) -> Any:
-    """The thing again."""
+    """Undo `dumps`, in this process or in one forked from it."""
     unpickler = pickle.Unpickler(io.BytesIO(data))
     unpickler.persistent_load = _find  # type: ignore[method-assign]  # the documented way to set it
     return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, thing: Any) -> tuple[int, str] | None:
-        if isinstance(thing, type | types.FunctionType) and not _importable(thing):
-            name = f"{thing.__module__}.{thing.__qualname__}"
-            _found[id(thing), name] = thing  # keeps it, and its address, alive
-            return id(thing), name
+    def persistent_id(self, value: Any) -> _Reference | None:
+        if isinstance(value, type | types.FunctionType) and not _is_importable(value):
+            reference = id(value), f"{value.__module__}.{value.__qualname__}"
+            _known_objects[reference] = value
+            return reference
         return None
 
 
-def _importable(thing: Any) -> bool:
-    if thing.__module__ == "__main__":
-        return False  # found by name in this process, but perhaps redefined in the other
-    found: Any = sys.modules.get(thing.__module__)
-    for part in thing.__qualname__.split("."):
+def _is_importable(value: type | types.FunctionType) -> bool:
+    if value.__module__ == "__main__":
+        return False  # can be found by name in this process, but may be redefined in the other
+    found: Any = sys.modules.get(value.__module__)
+    for part in value.__qualname__.split("."):
         found = getattr(found, part, None)
-    return found is thing
+    return found is value
 
 
-def _find(reference: tuple[int, str]) -> Any:
-    if reference not in _found:
+def _find(reference: _Reference) -> Any:
+    if reference not in _known_objects:
         address, name = reference
-        for thing in gc.get_objects():
+        for candidate in live_objects():
             if (
-                id(thing) == address
-                and isinstance(thing, type | types.FunctionType)
-                and f"{thing.__module__}.{thing.__qualname__}" == name
+                id(candidate) == address
+                and isinstance(candidate, type | types.FunctionType)
+                and f"{candidate.__module__}.{candidate.__qualname__}" == name
             ):
-                _found[reference] = thing
+                _known_objects[reference] = candidate
                 break
         else:
-            raise Unknown(name)
-    return _found[reference]
+            raise UnknownObject(name)
+    return _known_objects[reference]

@@ -6,8 +6,8 @@ Written against `torch.accelerator`, streams and events alone. One forward, step
  2. scatter: shares of the inputs are copied on a side stream of each device, while 1 is under way
  3. run: each device's thread runs its replica, under the caller's modes and streams
  4. gather: outputs meet on `output_device`
-Inputs and outputs travel by differentiable copies; `Lend` brings the parameters' gradients back,
-summed in the order of the devices.
+Inputs and outputs travel by differentiable copies; `BroadcastParameters` brings the parameters'
+gradients back, summed in the order of the devices.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from paceline._pytree import Whole, flatten, unflatten
 from paceline.dp.autograd_functions import refuse_create_graph
-from paceline.dp.channel import meta_of
-from paceline.dp.gather import GatherPlan, join_leaf, same_structure
+from paceline.dp.gather import GatherKind, GatherPlan, check_same_structure, plan_gather
+from paceline.dp.protocol import meta_of
 from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
-from paceline.dp.structure import Whole, flatten, unflatten
 from paceline.errors import ConfigError
 
-__all__ = ["Lend", "ThreadExecutor"]
+__all__ = ["BroadcastParameters", "ThreadExecutor"]
 
 
 class ThreadExecutor:
@@ -51,7 +51,7 @@ class ThreadExecutor:
         self._scalars = scalars
         self._splitters = splitters
         self._leaf_types = (Whole, *splitters)
-        self._replicas = [_Kept(device) for device in devices]
+        self._replicas = [_DeviceCopies(device) for device in devices]
         self._sides: dict[torch.device, torch.Stream] = {}
         self._threads = ThreadPoolExecutor(
             max(1, len(devices) - 1), thread_name_prefix="paceline-device"
@@ -63,7 +63,7 @@ class ThreadExecutor:
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Forward on the whole batch."""
         self._check_shapes()
-        self._check_places()
+        self._check_devices()
         split = split_inputs(
             (args, kwargs), self.workers, self._dim, self._splitters, self._leaf_types
         )
@@ -76,8 +76,8 @@ class ThreadExecutor:
 
     def refresh(self) -> None:
         """Copy all parameters at the next forward."""
-        for kept in self._replicas:
-            kept.forget()
+        for copies in self._replicas:
+            copies.forget()
 
     def end(self) -> None:
         """End the threads and let the replicas' memory go."""
@@ -86,36 +86,36 @@ class ThreadExecutor:
 
     def _check_shapes(self) -> None:
         for name, part in self._module.named_modules():
-            if isinstance(part, LazyModuleMixin) and hasattr(
-                part, "_initialize_hook"
-            ):  # gone once it has run
+            # The hook is gone once it has run.
+            if isinstance(part, LazyModuleMixin) and hasattr(part, "_initialize_hook"):
                 raise ConfigError(
                     f"Attempted to use an uninitialized parameter: those of {name or 'the module'} "
-                    f"({type(part).__name__}) have no shape yet and cannot be copied to the replicas of DataParallel. "
-                    "Run a dummy forward pass of the module first"
+                    f"({type(part).__name__}) have no shape yet and cannot be copied to the "
+                    "replicas of DataParallel. Run a dummy forward pass of the module first"
                 )
 
-    def _check_places(self) -> None:
+    def _check_devices(self) -> None:
         first = self._devices[0]
         for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
             if tensor.device != first:
                 raise ConfigError(
-                    f"module must have its parameters and buffers on device {first} (device_ids[0]) but found one of "
-                    f"them on device: {tensor.device} ({name}). Call module.to('{first}') before wrapping it"
+                    f"module must have its parameters and buffers on device {first} "
+                    "(device_ids[0]) but found one of them on device: "
+                    f"{tensor.device} ({name}). Call module.to('{first}') before wrapping it"
                 )
 
     # --- 1: refresh ------------------------------------------------------------------------------
     def _refresh(self, streams: Sequence[torch.Stream]) -> list[nn.Module]:
         parameters = [
             *self._module.parameters(),
-            *(one for one in self._module.buffers() if one.requires_grad),
+            *(buffer for buffer in self._module.buffers() if buffer.requires_grad),
         ]
         copies = [
-            kept.refreshed(parameters, stream, streams[0])
-            for kept, stream in zip(self._replicas, streams, strict=False)
+            device_copies.refreshed(parameters, stream, streams[0])
+            for device_copies, stream in zip(self._replicas, streams, strict=False)
         ]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            flat = Lend.apply(copies, list(streams), self._replicas, *parameters)  # type: ignore[no-untyped-call]  # torch's
+            flat = BroadcastParameters.apply(copies, list(streams), self._replicas, *parameters)  # type: ignore[no-untyped-call]  # torch's
             copies = [
                 list(flat[i : i + len(parameters)])
                 for i in range(0, len(flat), max(1, len(parameters)))
@@ -140,11 +140,11 @@ class ThreadExecutor:
         if side is None:
             side = self._sides[device] = torch.Stream(device)
         shares = [
-            _carry(split.share(index, replica), device, side, stream)
+            _transfer(split.share(index, replica), device, side, stream)
             for index in range(len(split.leaves))
         ]
-        found: tuple[Any, Any] = unflatten(split.spec, shares)
-        return found
+        args_and_kwargs: tuple[Any, Any] = unflatten(split.spec, shares)
+        return args_and_kwargs
 
     # --- 3: run ----------------------------------------------------------------------------------
     def _run_all(
@@ -190,32 +190,32 @@ class ThreadExecutor:
         objects = [
             [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] for _, leaves in flat
         ]
-        same_structure([spec for spec, _ in flat], objects)
-        goal = torch.accelerator.current_stream(self._output_device)
+        check_same_structure([spec for spec, _ in flat], objects)
+        target = torch.accelerator.current_stream(self._output_device)
         for stream in streams:
-            if stream != goal:
-                goal.wait_stream(stream)
-        joined = []
+            if stream != target:
+                target.wait_stream(stream)
+        gathered = []
         for leaves in zip(*(leaves for _, leaves in flat), strict=True):
             if not isinstance(leaves[0], torch.Tensor):
-                joined.append(leaves[0])
+                gathered.append(leaves[0])
                 continue
-            joint = join_leaf([meta_of(leaf) for leaf in leaves], sizes, self._dim, self._scalars)
+            plan = plan_gather([meta_of(leaf) for leaf in leaves], sizes, self._dim, self._scalars)
             here = [
                 leaf.to(self._output_device, non_blocking=leaf.device.type != "cpu")
                 for leaf in leaves
             ]
             for leaf in leaves:
                 if leaf.device != self._output_device and leaf.device.type != "cpu":
-                    leaf.record_stream(goal)
-            joined.append(_join(joint, here))
+                    leaf.record_stream(target)
+            gathered.append(_gather_leaf(plan, here))
         for stream in streams:  # the next step may overwrite what is still being read from
-            if stream != goal:
-                stream.wait_stream(goal)
-        return unflatten(flat[0][0], joined)
+            if stream != target:
+                stream.wait_stream(target)
+        return unflatten(flat[0][0], gathered)
 
 
-class Lend(torch.autograd.Function):
+class BroadcastParameters(torch.autograd.Function):
     """Parameters in, their copies on all devices out; backward sums what comes back, in the order
     of the devices.
 
@@ -227,21 +227,21 @@ class Lend(torch.autograd.Function):
         ctx: Any,
         copies: list[list[torch.Tensor]],
         streams: list[torch.Stream],
-        replicas: list[_Kept],
+        replicas: list[_DeviceCopies],
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.streams, ctx.count, ctx.replicas = streams, len(parameters), replicas
         ctx.own, ctx.identities = copies[0], [id(parameter) for parameter in parameters]
         ctx.set_materialize_grads(False)
-        lent = tuple(copy.detach() for tensors in copies for copy in tensors)
+        outputs = tuple(copy.detach() for tensors in copies for copy in tensors)
         ctx.mark_non_differentiable(
             *(
                 copy
-                for index, copy in enumerate(lent)
+                for index, copy in enumerate(outputs)
                 if not parameters[index % len(parameters)].requires_grad
             )
         )
-        return lent
+        return outputs
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
@@ -257,12 +257,12 @@ class Lend(torch.autograd.Function):
                 sums.append(None)
                 continue
             for replica in ctx.replicas:
-                replica.doubt(ctx.identities[index])
+                replica.mark_possibly_changed(ctx.identities[index])
             terms = [term for term in gradients[index :: ctx.count] if term is not None]
             if not terms:
                 sums.append(torch.zeros_like(ctx.own[index]))
                 continue
-            moved = [_home(term, first.device, here) for term in terms]
+            moved = [_to_device(term, first.device, here) for term in terms]
             total = moved[0]
             for term in moved[1:]:
                 total = total + term
@@ -272,7 +272,7 @@ class Lend(torch.autograd.Function):
         return (None, None, None, *sums)
 
 
-def _home(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> torch.Tensor:
+def _to_device(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> torch.Tensor:
     if gradient.device == device:
         return gradient
     moved = gradient.to(device, non_blocking=True)
@@ -281,19 +281,19 @@ def _home(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> t
     return moved
 
 
-class _Kept:
+class _DeviceCopies:
     """The parameters' copies on one device, kept from step to step."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self._doubted: set[int] = set()
+        self._possibly_changed: set[int] = set()
 
-    def doubt(self, identity: int) -> None:
+    def mark_possibly_changed(self, identity: int) -> None:
         """This parameter has a new gradient: it may change in ways that leave no trace
         (`parameter.data.sub_(...)`).
         """
-        self._doubted.add(identity)
+        self._possibly_changed.add(identity)
 
     def forget(self) -> None:
         self._copies = {}
@@ -315,11 +315,11 @@ class _Kept:
             )  # an optimizer step may not overwrite what is still being copied
         known = {id(parameter): self._copies[id(parameter)] for parameter in parameters}
         self._copies = known  # of parameters that are gone, nothing is kept
-        self._doubted.clear()
+        self._possibly_changed.clear()
         return [known[id(parameter)][2] for parameter in parameters]
 
     def _is_fresh(self, parameter: torch.Tensor) -> bool:
-        if id(parameter) in self._doubted or not isinstance(parameter, nn.Parameter):
+        if id(parameter) in self._possibly_changed or not isinstance(parameter, nn.Parameter):
             return False
         return self._looks_fresh(parameter)
 
@@ -331,8 +331,10 @@ class _Kept:
     def _copy(self, parameter: torch.Tensor) -> None:
         kept = self._copies.get(id(parameter))
         # A copy that may well be up to date stays as it is for the graphs that hold it.
-        may_go = kept is not None and kept[0] is parameter and not self._looks_fresh(parameter)
-        copy = kept[2] if kept is not None and may_go else None
+        can_overwrite = (
+            kept is not None and kept[0] is parameter and not self._looks_fresh(parameter)
+        )
+        copy = kept[2] if kept is not None and can_overwrite else None
         if copy is None or copy.shape != parameter.shape or copy.dtype != parameter.dtype:
             copy = torch.empty_like(parameter, device=self._device, requires_grad=False)
         copy.copy_(parameter.detach(), non_blocking=True)
@@ -386,7 +388,7 @@ def _fresh_copy(
     return copy
 
 
-def _carry(share: Any, device: torch.device, side: torch.Stream, stream: torch.Stream) -> Any:
+def _transfer(share: Any, device: torch.device, side: torch.Stream, stream: torch.Stream) -> Any:
     """Bring a tensor to its device, on the side stream; other objects stay what they are."""
     if not isinstance(share, torch.Tensor) or share.device == device:
         return share
@@ -395,13 +397,13 @@ def _carry(share: Any, device: torch.device, side: torch.Stream, stream: torch.S
         side.wait_stream(source)
     side.wait_stream(stream)  # memory that is taken now may have been used there until now
     with side:
-        carried = share.to(device, non_blocking=True)
+        transferred = share.to(device, non_blocking=True)
     stream.wait_stream(side)
-    carried.record_stream(stream)
+    transferred.record_stream(stream)
     if source is not None:
         share.record_stream(side)
         source.wait_stream(side)
-    return carried
+    return transferred
 
 
 class _Modes:
@@ -442,13 +444,13 @@ def _run(
         return module(*args, **kwargs)
 
 
-def _join(joint: GatherPlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    if joint.how == "stack":
+def _gather_leaf(plan: GatherPlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    if plan.kind is GatherKind.STACK:
         return torch.stack(tuple(tensors))
-    if joint.how == "mean":
-        terms = [tensor * weight for tensor, weight in zip(tensors, joint.weights, strict=True)]
+    if plan.kind is GatherKind.MEAN:
+        terms = [tensor * weight for tensor, weight in zip(tensors, plan.weights, strict=True)]
         total = terms[0]
         for term in terms[1:]:
             total = total + term
         return total
-    return torch.cat(list(tensors), joint.dim)
+    return torch.cat(list(tensors), plan.dim)

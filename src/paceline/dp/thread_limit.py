@@ -10,8 +10,9 @@ __all__ = ["IntraOpThreadCap", "ThreadLimit"]
 
 
 class ThreadLimit:
-    """Sets torch's intra-op threads inside, and back to what they were outside. May be entered
-    again inside.
+    """A context that sets torch's intra-op threads, and sets them back at its end.
+
+    May be entered again inside.
     """
 
     def __init__(self, threads: int) -> None:
@@ -20,7 +21,7 @@ class ThreadLimit:
         self._before = 0
 
     @property
-    def holds(self) -> bool:
+    def is_in_force(self) -> bool:
         """Whether there is nothing to set."""
         return self._depth == 0 and torch.get_num_threads() == self._threads
 
@@ -48,8 +49,8 @@ class ThreadLimit:
 class IntraOpThreadCap:
     """While workers exist, this process uses no more intra-op threads than one of them.
 
-    OpenMP threads spin for milliseconds after each parallel loop, an optimizer step's say, on a
-    core that a worker needs at just that moment. A program that wants more may set them again;
+    OpenMP threads spin for milliseconds after each parallel loop, for example an optimizer step's,
+    on a core that a worker needs at just that moment. A program that wants more may set them again;
     forward and backward still keep to theirs.
     """
 

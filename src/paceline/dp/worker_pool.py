@@ -1,15 +1,12 @@
-"""Worker processes: forked from the main one, so that they have its module, lambdas and all,
-without pickling.
+"""Worker processes, forked from the main one.
 
-A worker never outlives the main process: the kernel kills it with its parent, and a thread in it
-watches the parent.
+Forked, so that they have its module, lambdas and all, without pickling. A worker never outlives the
+main process: the kernel kills it with its parent, and a thread in it watches the parent.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
 import mmap
 import os
 import select
@@ -18,92 +15,102 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from paceline.core.wakeup import FLAG_BYTES, Flag
-from paceline.dp.channel import NOTICE_BYTES, Inbox, Message, Outbox
+from paceline._interpreter import freeze_garbage, without_collecting
+from paceline._linux import die_with_parent
+from paceline.dp.channel import CHANNEL_BYTES, Channel, Inbox, Message, MessageLayout, Outbox
+from paceline.dp.protocol import Source
 from paceline.errors import CollectiveTimeout, PeerLost, describe_exit
 
-__all__ = ["WorkerPool", "Link", "Worker"]
+__all__ = ["WorkerHandle", "WorkerPool"]
 
-_PER_WORKER = 2 * FLAG_BYTES + 2 * NOTICE_BYTES
-_SPIN_NS = 1_000_000  # an optimizer step of a small model: the worker is awake when it is over
-_SPIN_NS_CROWDED = 2_000  # more processes than cores: whoever spins keeps a peer from running
-_PR_SET_PDEATHSIG = 1
-
-
-class Link:
-    """What the two ends of one main-to-worker connection share; made before the fork."""
-
-    def __init__(self, memory: mmap.mmap, offset: int, spin_ns: int) -> None:
-        view = memoryview(memory)
-        self.go = Flag(memory, offset)
-        self.done = Flag(memory, offset + FLAG_BYTES)
-        notices = offset + 2 * FLAG_BYTES
-        self.to_worker = view[notices : notices + NOTICE_BYTES]
-        self.to_main = view[notices + NOTICE_BYTES : notices + 2 * NOTICE_BYTES]
-        self.spin_ns = spin_ns
+# About an optimizer step of a small model: the worker is awake when it is over.
+_SPIN_NS = 1_000_000
+# With more processes than cores, whoever spins keeps a peer from running.
+_SPIN_NS_OVERSUBSCRIBED = 2_000
 
 
-class Worker:
-    """The main process's end."""
+class WorkerHandle:
+    """The main process's end of the connection to one worker.
 
-    def __init__(self, replica: int, link: Link, pid: int, timeout_s: float) -> None:
+    One order at a time: `send`, then `receive`; anything else is refused.
+    """
+
+    def __init__(self, replica: int, channel: Channel, pid: int, timeout_s: float) -> None:
         self.replica = replica
         self.pid = pid
         self.pidfd = os.pidfd_open(pid)
-        self.outbox = Outbox(link.to_worker)
-        self.inbox = Inbox(pid, link.to_main)
-        self.busy = False
-        self._raised = 0
-        self._link = link
+        self._outbox = Outbox(channel.orders, channel.order_notice)
+        self._inbox = Inbox(pid, channel.answer_notice)
+        self._answers = channel.answers
+        self._spin_ns = channel.spin_ns
         self._timeout_s = timeout_s
+        self._is_busy = False
+        self.layout = self._outbox.layout
+        self.tensors = self._inbox.tensors
 
     def seed(self, seed: int) -> None:
-        """Let it seed its generators, for the message that follows. It does not answer."""
-        assert not self.busy
-        self._raised = (self._raised + 1) & 0xFFFFFFFF
-        self.outbox.write_seed(self._raised, seed)
-        self._link.go.raise_()
+        """Let it seed its generators, for the order that follows. It does not answer."""
+        self._refuse_if_busy()
+        self._outbox.send_seed(seed)
 
-    def start(self) -> None:
-        """Let it look at the message in its box."""
-        assert not self.busy
-        self.busy = True
-        self._raised = (self._raised + 1) & 0xFFFFFFFF
-        self._link.go.raise_()
+    def send(
+        self,
+        values: tuple[Any, ...],
+        call: int,
+        layout: MessageLayout,
+        sources: Sequence[Source] = (),
+        objects: Sequence[Any] = (),
+        is_repeatable: bool = False,
+    ) -> None:
+        """Send an order and wake the worker. See `Outbox.send`."""
+        self._refuse_if_busy()
+        self._outbox.send(values, call, layout, sources, objects, is_repeatable)
+        self._is_busy = True
+
+    def _refuse_if_busy(self) -> None:
+        if self._is_busy:
+            raise RuntimeError(
+                f"replica {self.replica} of DataParallel was sent an order before its answer to "
+                "the last one was read"
+            )
 
     def has_answered(self) -> bool:
-        """Whether `answer` need not wait: it answered, or ended."""
-        return self._link.done.is_raised() or bool(select.select([self.pidfd], [], [], 0)[0])
+        """Whether `receive` would return, or raise, at once: it answered, or ended."""
+        return self._is_busy and self._answers.is_due(self.pidfd)
 
-    def answer(self) -> Message:
-        """Wait for its answer."""
+    def receive(self) -> Message:
+        """Wait for the answer. Its tensors (`tensors(answer.layout)`) last until the next order."""
+        if not self._is_busy:
+            raise RuntimeError(f"replica {self.replica} of DataParallel was sent no order")
         try:
-            alive = self._link.done.wait(self.pidfd, self._link.spin_ns, self._timeout_s)
+            lives = self._answers.wait(self.pidfd, self._spin_ns, self._timeout_s)
         except TimeoutError:
             raise CollectiveTimeout(
-                f"replica {self.replica} of DataParallel (pid {self.pid}) did not answer within {self._timeout_s:g} s. "
-                f"See where it is stuck (py-spy dump --pid {self.pid}), or give it more time with timeout=",
+                f"replica {self.replica} of DataParallel (pid {self.pid}) did not answer within "
+                f"{self._timeout_s:g} s. See where it is stuck (py-spy dump --pid {self.pid}), or "
+                "give it more time with timeout=",
                 missing=[self.replica],
             ) from None
-        if not alive:
+        if not lives:
             raise self._lost()
-        self.busy = False
-        return self.inbox.read()
+        self._is_busy = False
+        return self._inbox.read()
 
     def _lost(self) -> PeerLost:
-        code = self.reap()
+        code = self._reap()
         return PeerLost(
-            f"replica {self.replica} of DataParallel (pid {self.pid}) was lost: it {describe_exit(code)}. Its own "
-            "output, or the system's log if memory ran out, tells why. The step did not happen; the next forward "
-            "starts new workers",
+            f"replica {self.replica} of DataParallel (pid {self.pid}) was lost: it "
+            f"{describe_exit(code)}. Its own output, or the system's log if memory ran out, shows "
+            "why. The step did not happen; the next forward starts new workers",
             rank=self.replica,
             pid=self.pid,
             exitcode=code,
         )
 
-    def reap(self) -> int | None:
+    def _reap(self) -> int | None:
         """Its exit code, once it ended; None if someone else has taken it."""
         with contextlib.suppress(ChildProcessError):
             _, status = os.waitpid(self.pid, 0)
@@ -114,40 +121,40 @@ class Worker:
         """End it, now. It has nothing that would need to be put in order."""
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-        self.reap()
-        self.outbox.close()
-        self.inbox.close()
+        self._reap()
+        self._outbox.close()
+        self._inbox.close()
         os.close(self.pidfd)
 
 
 class WorkerPool:
-    """The workers of one DataParallel. `serve(replica, link, main_pid, main_pidfd)` is what each of
-    them does.
+    """The workers of one DataParallel.
+
+    `serve(replica, channel, main_pid, main_pidfd)` is what each of them does.
     """
 
     def __init__(
-        self, count: int, serve: Callable[[int, Link, int, int], None], timeout_s: float
+        self, count: int, serve: Callable[[int, Channel, int, int], None], timeout_s: float
     ) -> None:
-        crowded = count + 1 > len(os.sched_getaffinity(0))
-        memory = mmap.mmap(
-            -1, count * _PER_WORKER
-        )  # anonymous and shared: both ends of a fork have it
-        self.owner = os.getpid()
-        self.workers: list[Worker] = []
+        oversubscribed = count + 1 > len(os.sched_getaffinity(0))
+        spin_ns = _SPIN_NS_OVERSUBSCRIBED if oversubscribed else _SPIN_NS
+        memory = mmap.mmap(-1, count * CHANNEL_BYTES)  # shared: both sides of a fork map it
+        self._owner = os.getpid()
+        self.workers: list[WorkerHandle] = []
         try:
             for index in range(count):
-                link = Link(memory, index * _PER_WORKER, _SPIN_NS_CROWDED if crowded else _SPIN_NS)
-                pid = _fork(lambda main, pidfd, n=index + 1, link=link: serve(n, link, main, pidfd))  # type: ignore[misc]  # mypy does not infer defaults of lambdas
-                self.workers.append(Worker(index + 1, link, pid, timeout_s))
+                channel = Channel(memory, index * CHANNEL_BYTES, spin_ns)
+                pid = _fork(_bind(serve, index + 1, channel))
+                self.workers.append(WorkerHandle(index + 1, channel, pid, timeout_s))
         except BaseException:
             self.end()
             raise
-        self._finalizer = weakref.finalize(self, _end, self.workers, self.owner)
+        self._finalizer = weakref.finalize(self, _end, self.workers, self._owner)
 
     @property
     def is_alive(self) -> bool:
         """Whether it can be used, by this process."""
-        return bool(self.workers) and self.owner == os.getpid()
+        return bool(self.workers) and self._owner == os.getpid()
 
     @property
     def pids(self) -> list[int]:
@@ -156,10 +163,16 @@ class WorkerPool:
 
     def end(self) -> None:
         """End all workers. May be called twice."""
-        _end(self.workers, self.owner)
+        _end(self.workers, self._owner)
 
 
-def _end(workers: list[Worker], owner: int) -> None:
+def _bind(
+    serve: Callable[[int, Channel, int, int], None], replica: int, channel: Channel
+) -> Callable[[int, int], None]:
+    return lambda main_pid, main_pidfd: serve(replica, channel, main_pid, main_pidfd)
+
+
+def _end(workers: list[WorkerHandle], owner: int) -> None:
     if os.getpid() != owner:
         return  # a process forked from the owner: they are not its workers
     while workers:
@@ -167,44 +180,30 @@ def _end(workers: list[Worker], owner: int) -> None:
 
 
 def _fork(serve: Callable[[int, int], None]) -> int:
-    main = os.getpid()
-    watched = os.pidfd_open(main)
+    main_pid = os.getpid()
+    main_pidfd = os.pidfd_open(main_pid)
     from_main_thread = threading.current_thread() is threading.main_thread()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()  # or the child would have a second copy to print
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), without_collecting():
             # Python 3.12 warns where other threads exist. The child touches none of what they may
             # hold: it runs torch single-threaded, or in a fresh thread, as torch's own DataLoader
             # workers do.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = _fork_without_garbage()
+            pid = os.fork()
+            if pid == 0:
+                freeze_garbage()
         if pid == 0:
-            _live_as_worker(lambda: serve(main, watched), main, watched, from_main_thread)
+            _run_worker(lambda: serve(main_pid, main_pidfd), main_pid, main_pidfd, from_main_thread)
         return pid
     finally:
-        os.close(watched)
+        os.close(main_pidfd)
 
 
-def _fork_without_garbage() -> int:
-    """What the main process has not collected yet, a child must not: it may own threads that the
-    child has not.
-    """
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        pid = os.fork()
-        if pid == 0:
-            gc.freeze()
-        return pid
-    finally:
-        if collects:
-            gc.enable()
-
-
-def _live_as_worker(
-    serve: Callable[[], None], main: int, watched: int, from_main_thread: bool
+def _run_worker(
+    serve: Callable[[], None], main_pid: int, main_pidfd: int, from_main_thread: bool
 ) -> None:
     """Never returns: nothing of the main program may run on in the child."""
     code = 1
@@ -212,14 +211,14 @@ def _live_as_worker(
         signal.set_wakeup_fd(-1)  # a notebook's event loop
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the main process's to handle
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        if (
-            from_main_thread
-        ):  # the kernel's "parent" is the thread: another one may end before its process
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != main:
+        # The kernel's "parent" is the forking thread, which may end before its process; then only
+        # the thread below watches.
+        if from_main_thread:
+            die_with_parent(main_pid)
+        if os.getppid() != main_pid:
             os._exit(code)
         threading.Thread(
-            target=_end_with, args=(watched,), name="paceline-parent", daemon=True
+            target=_exit_with, args=(main_pidfd,), name="paceline-parent", daemon=True
         ).start()
         serve()
         code = 0
@@ -230,6 +229,6 @@ def _live_as_worker(
         os._exit(code)
 
 
-def _end_with(pidfd: int) -> None:
+def _exit_with(pidfd: int) -> None:
     select.select([pidfd], [], [])
     os._exit(1)
