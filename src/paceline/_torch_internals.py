@@ -10,9 +10,9 @@ do.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
 from operator import attrgetter
 from typing import Any
 
@@ -59,6 +59,7 @@ __all__ = [
     "queue_end_of_backward",
     "storage_users",
     "store_of",
+    "timeouts_of",
     "unflatten_dense",
     "version_of",
 ]
@@ -162,7 +163,7 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 # ------------------------------------------------------------------------ data
 
 
-@contextlib.contextmanager
+@contextmanager
 def hidden_worker_info() -> Iterator[None]:
     """`torch.utils.data.get_worker_info()` is None inside, as it is outside of a worker.
 
@@ -182,3 +183,20 @@ def hidden_worker_info() -> Iterator[None]:
 # ---------------------------------------------------------------------- launch
 
 # ------------------------------------------------------------------- telemetry
+
+
+def timeouts_of(group: dist.ProcessGroup) -> list[timedelta]:
+    """After how long each backend of a group gives a call up, for those that tell.
+
+    A stall is reported before that. There is no public way to ask a group; torch reads and sets the
+    same fields (`_set_pg_timeout` in torch/distributed/distributed_c10d.py, the backends' options
+    in torch/csrc/distributed/c10d/init.cpp). Missing, or a group that was made by hand without
+    backends: the list is empty, and only the limit of the stall watch counts.
+    """
+    timeouts = []
+    with suppress(AttributeError, RuntimeError):
+        for device in group._device_types:
+            options = getattr(group._get_backend(device), "options", None)
+            if (timeout := getattr(options, "_timeout", None)) is not None:
+                timeouts.append(timeout)
+    return timeouts

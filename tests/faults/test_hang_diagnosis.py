@@ -1,4 +1,4 @@
-"""Six ways to hang: each gets one page that names the right rank and the right cause, in time.
+"""Six ways to hang: each gets one report that names the right rank and the right cause, in time.
 
 A hang lasts until the test has read the diagnosis, so nothing here depends on how fast the machine
 is.
@@ -22,8 +22,7 @@ from tests.harness.launched import launched, run_command, wait_for_files, write_
 pytestmark = pytest.mark.slow
 
 LIMIT_S = 1.0
-# The promise is the limit and two seconds; the rest is for machines that run much else beside these
-# tests.
+# The promise is the limit and two seconds; the rest is for machines that are busy with other work.
 IN_TIME_S = LIMIT_S + 2.0 + 8.0
 PATIENCE_S = 100.0
 OPTIONS = (
@@ -34,20 +33,21 @@ OPTIONS = (
     "--preload=torch,torch.distributed,torch._dynamo",
 )
 
-# python train.py FOLDER BACKEND MEETING LATE HANG...
+# python train.py FOLDER BACKEND INIT_METHOD LATE HANG...
 TRAINING = """
     import os, pathlib, signal, sys, threading, time
     import torch, torch.distributed as dist
     import paceline
 
-    folder, backend, sync_point, late, *wanted = sys.argv[1:]
+    folder, backend, init_method, late, *hangs = sys.argv[1:]
     rank, late = int(os.environ["RANK"]), int(late)
     if backend == "torch":  # nothing of ours in the script
         dist.init_process_group("gloo")
-    elif sync_point == "env":
+    elif init_method == "env":
         paceline.init_process_group(backend, quiet=True)
     else:
-        paceline.init_process_group(backend, sync_point, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+        world_size = int(os.environ["WORLD_SIZE"])
+        paceline.init_process_group(backend, init_method, rank=rank, world_size=world_size)
     pathlib.Path(folder, f"pid-{rank}").write_text(str(os.getpid()))
 
     class Released(BaseException):
@@ -101,7 +101,7 @@ TRAINING = """
 
     for _ in range(3):
         step()
-    for name in wanted:
+    for name in hangs:
         if rank == late:
             try:
                 globals()[name]()
@@ -110,23 +110,24 @@ TRAINING = """
             if name == "skip":
                 continue
         step()
-    if "skip" in wanted:  # the others are a step behind from here on, which shows when there is no further one
+    if "skip" in hangs:
+        # The others are a step behind from here on, which shows when there is no further step.
         step()
         step()
         dist.barrier()
     paceline.destroy_process_group()
 """
 
-# What the sentence says about a late rank, by hang.
+# What the diagnosis has to contain about a late rank, by hang.
 LATE = {
-    "sleep": (", sleeping at train.py:", "in sleep: time.sleep(600)", "Take the sleep out"),
+    "sleep": (", sleeping at train.py:", "in sleep: time.sleep(600)", "Remove the sleep"),
     "loop": ("running code at train.py:", "in loop: ", "endless loop"),
-    "lock_held": ("waiting for a lock", "in lock_held: lock.acquire()", "Find who holds it"),
+    "lock_held": ("waiting for a lock", "in lock_held: lock.acquire()", "Find out what holds it"),
     "stop": ("its process is stopped (SIGSTOP", "kill -CONT "),
 }
 
 
-class Said:
+class StandardErrors:
     """What all processes of a job have written to their standard errors so far."""
 
     def __init__(self, folder: pathlib.Path) -> None:
@@ -137,24 +138,26 @@ class Said:
         return "".join(path.read_text() for path in sorted(self._folder.glob("stderr-*")))
 
     @property
-    def verdicts(self) -> list[str]:
+    def diagnoses(self) -> list[str]:
         return re.findall(r"^diagnosis: (.*)$", str(self), flags=re.MULTILINE)
 
     @property
     def seconds(self) -> list[float]:
         return [
-            float(one)
-            for one in re.findall(r"^paceline: no progress for ([\d.]+) s", str(self), re.MULTILINE)
+            float(text)
+            for text in re.findall(
+                r"^paceline: no progress for ([\d.]+) s", str(self), re.MULTILINE
+            )
         ]
 
     def wait_for(self, count: int, jobs: list) -> str:
-        """The diagnosis that has come since the one before, once there are so many."""
+        """The diagnosis that is new since the last call, once there are `count` of them."""
         deadline = time.monotonic() + PATIENCE_S
-        while len(self.verdicts) < count:
+        while len(self.diagnoses) < count:
             assert time.monotonic() < deadline, self
             assert all(job.process.poll() is None for job in jobs), self
             time.sleep(0.05)
-        (latest,) = collections.Counter(self.verdicts) - self._read
+        (latest,) = collections.Counter(self.diagnoses) - self._read
         self._read[latest] += 1
         return latest
 
@@ -171,13 +174,13 @@ def hanging(folder, backend, late, *hangs, launcher=True, options=OPTIONS):
             )
             jobs = [stack.enter_context(launched(command, stderr=files[0]))]
         else:
-            sync_point = (folder / "sync_point").as_uri()
+            init_method = (folder / "rendezvous").as_uri()
             command = [
                 sys.executable,
                 str(script),
                 str(folder),
                 backend,
-                sync_point,
+                init_method,
                 str(late),
                 *hangs,
             ]
@@ -188,7 +191,7 @@ def hanging(folder, backend, late, *hangs, launcher=True, options=OPTIONS):
                 )
                 for rank in range(2)
             ]
-        yield jobs, Said(folder)
+        yield jobs, StandardErrors(folder)
         for job in jobs:
             if job.process.poll() is None:
                 job.process.terminate()
@@ -202,37 +205,39 @@ def pid_of(folder, rank):
     return int(path.read_text())
 
 
-def what_is_said_of_each(folder, backend, late, last, **options):
-    """Four hangs in a row, each released when its diagnosis is there, and a last one that cannot be
-    released.
+def diagnose_each(folder, backend, late, last, **options):
+    """The diagnoses, by hang, of four hangs in a row, each released once it is diagnosed, and of a
+    last one that cannot be released.
     """
-    found = {}
-    with hanging(folder, backend, late, *LATE, last, **options) as (jobs, said):
+    sentences = {}
+    with hanging(folder, backend, late, *LATE, last, **options) as (jobs, stderr):
         for number, hang in enumerate(LATE):
-            found[hang] = said.wait_for(number + 1, jobs)
+            sentences[hang] = stderr.wait_for(number + 1, jobs)
             os.kill(pid_of(folder, late), signal.SIGCONT if hang == "stop" else signal.SIGUSR2)
-        found[last] = said.wait_for(len(LATE) + 1, jobs)
-    return found, said
+        sentences[last] = stderr.wait_for(len(LATE) + 1, jobs)
+    return sentences, stderr
 
 
-def check_late(found, said, late, where):
+def check_late(sentences, stderr, late, where):
     for hang, expected in LATE.items():
-        assert found[hang].startswith(f"rank {late} has not reached {where}"), (hang, found)
-        for words in expected:
-            assert words in found[hang], (hang, found)
-    assert len(said.verdicts) == len(found)  # each was told once
-    assert all(LIMIT_S <= seconds <= IN_TIME_S for seconds in said.seconds), said
+        assert sentences[hang].startswith(f"rank {late} has not reached {where}"), (hang, sentences)
+        for text in expected:
+            assert text in sentences[hang], (hang, sentences)
+    assert len(stderr.diagnoses) == len(sentences)  # each was reported once
+    assert all(LIMIT_S <= seconds <= IN_TIME_S for seconds in stderr.seconds), stderr
     # The stack of the late rank, from its own first line to the innermost; a line for each rank.
-    assert "in lock_held\n    lock.acquire()" in str(said)
+    assert "in lock_held\n    lock.acquire()" in str(stderr)
     assert (
         len(
             re.findall(
-                rf"^>\s+{late}\s+\d+\s+(?:sleeping|running|lock|stopped)\s", str(said), re.MULTILINE
+                rf"^>\s+{late}\s+\d+\s+(?:sleeping|running|lock|stopped)\s",
+                str(stderr),
+                re.MULTILINE,
             )
         )
         == 4
     )
-    assert str(said).count("makes progress again") == 4
+    assert str(stderr).count("is making progress again") == 4
 
 
 def check_skipped(sentence, late, forwards):
@@ -244,58 +249,58 @@ def check_skipped(sentence, late, forwards):
     assert "Call backward on every rank in every step" in sentence
 
 
-def check_extra(sentence, said, late):
-    assert sentence.startswith(f"rank {late} is in barrier (call ")
-    assert f"which rank {1 - late} did not call: it is in all_reduce" in sentence
+def check_extra(sentence, stderr, late):
+    assert sentence.startswith(f"rank {late} has been in barrier (call ")
+    assert f"which rank {1 - late} has not called: it is in all_reduce" in sentence
     assert "look for a call inside `if rank == ...`" in sentence
-    assert "in extra\n    dist.barrier()" in str(said)  # its stack
+    assert "in extra\n    dist.barrier()" in str(stderr)  # its stack
 
 
 @pytest.mark.parametrize(("backend", "last"), [("paceline", "skip"), ("gloo", "extra")])
-def test_sleep_loop_lock_and_stop_are_told_apart(tmp_path, backend, last):
-    found, said = what_is_said_of_each(tmp_path, backend, 1, last)
-    check_late(found, said, 1, "all_reduce of bucket 0 (")
-    assert all("head.bias" in found[hang] for hang in LATE)
+def test_sleep_loop_lock_and_stop_are_distinguished(tmp_path, backend, last):
+    sentences, stderr = diagnose_each(tmp_path, backend, 1, last)
+    check_late(sentences, stderr, 1, "all_reduce of bucket 0 (")
+    assert all("head.bias" in sentences[hang] for hang in LATE)
     if last == "skip":
-        check_skipped(found[last], 1, forwards=10)
+        check_skipped(sentences[last], 1, forwards=10)
     else:
-        check_extra(found[last], said, 1)
+        check_extra(sentences[last], stderr, 1)
 
 
 def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_path):
-    found, said = what_is_said_of_each(tmp_path, "torch", 0, "extra")
-    check_late(found, said, 0, "all_reduce (call ")
-    check_extra(found["extra"], said, 0)
+    sentences, stderr = diagnose_each(tmp_path, "torch", 0, "extra")
+    check_late(sentences, stderr, 0, "all_reduce (call ")
+    check_extra(sentences["extra"], stderr, 0)
 
 
 @pytest.mark.parametrize(
     ("backend", "late", "last"), [("paceline", 1, "extra"), ("gloo", 0, "skip")]
 )
 def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, late, last):
-    """The first rank tells; the next one does if that is stopped itself."""
-    found, said = what_is_said_of_each(tmp_path, backend, late, last, launcher=False)
-    check_late(found, said, late, "all_reduce of bucket 0 (")
+    """The first rank reports; the next one does if that is stopped itself."""
+    sentences, stderr = diagnose_each(tmp_path, backend, late, last, launcher=False)
+    check_late(sentences, stderr, late, "all_reduce of bucket 0 (")
     if last == "skip":
-        check_skipped(found[last], late, forwards=10)
+        check_skipped(sentences[last], late, forwards=10)
     else:
-        check_extra(found[last], said, late)
-    told = [(tmp_path / f"stderr-{rank}").read_text().count("diagnosis: ") for rank in (0, 1)]
-    assert told == ([5, 0] if late == 1 else [4, 1])
+        check_extra(sentences[last], stderr, late)
+    reports = [(tmp_path / f"stderr-{rank}").read_text().count("diagnosis: ") for rank in (0, 1)]
+    assert reports == ([5, 0] if late == 1 else [4, 1])
 
 
 def test_a_rank_that_skips_backward_on_gloo_is_named(tmp_path):
-    with hanging(tmp_path, "gloo", 1, "skip") as (jobs, said):
-        check_skipped(said.wait_for(1, jobs), 1, forwards=6)
+    with hanging(tmp_path, "gloo", 1, "skip") as (jobs, stderr):
+        check_skipped(stderr.wait_for(1, jobs), 1, forwards=6)
 
 
 def test_an_extra_collective_beside_shared_memory_is_named(tmp_path):
-    with hanging(tmp_path, "paceline", 1, "extra") as (jobs, said):
-        check_extra(said.wait_for(1, jobs), said, 1)
+    with hanging(tmp_path, "paceline", 1, "extra") as (jobs, stderr):
+        check_extra(stderr.wait_for(1, jobs), stderr, 1)
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
-def test_a_verdict_comes_before_the_groups_own_time_out(tmp_path, backend):
-    """The soft limit is far away here; the group gives up after four seconds."""
+def test_the_diagnosis_comes_before_the_groups_own_timeout(tmp_path, backend):
+    """The stall limit is far away here; the group gives up after four seconds."""
     script = write_script(
         tmp_path,
         f"""
@@ -321,7 +326,7 @@ def test_a_verdict_comes_before_the_groups_own_time_out(tmp_path, backend):
 @pytest.mark.parametrize(
     "join", ["paceline.init_process_group()", "torch.distributed.init_process_group('gloo')"]
 )
-def test_a_rank_that_does_not_come_to_the_group_is_named(tmp_path, join):
+def test_a_rank_that_does_not_join_the_group_is_named(tmp_path, join):
     script = write_script(
         tmp_path,
         f"""
@@ -335,10 +340,10 @@ def test_a_rank_that_does_not_come_to_the_group_is_named(tmp_path, join):
         (tmp_path / "stderr-0").open("w") as file,
         launched(run_command(script, options=OPTIONS), stderr=file) as job,
     ):
-        sentence = Said(tmp_path).wait_for(1, [job])
+        sentence = StandardErrors(tmp_path).wait_for(1, [job])
         job.process.terminate()
         job.wait(PATIENCE_S)
     assert sentence.startswith(
-        "rank 1 has not reached init_process_group; it is in its start since"
+        "rank 1 has not reached init_process_group: it has been in startup for "
     )
     assert "time.sleep(600)" in sentence

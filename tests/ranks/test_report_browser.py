@@ -1,5 +1,5 @@
-"""The timeline page in a real browser, offline: it draws, zooms, pans and explains, without a word
-on the console.
+"""The timeline page in a real browser, offline: it draws, zooms, pans and explains, and the console
+stays empty.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from paceline.diagnostics.report_page import write_report
 from paceline.telemetry.status_page import Phase
-from paceline.telemetry.trace_file import Kind, TraceWriter
+from paceline.telemetry.trace_writer import Kind, TraceWriter
 from tests.unit.test_trace_file import write_run
 
 FLAGS = (
@@ -41,9 +41,9 @@ def browser(tmp_path):
     for flag in (*FLAGS, f"--user-data-dir={tmp_path / 'profile'}"):
         options.add_argument(flag)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    one = webdriver.Chrome(options=options, service=Service(driver))
-    yield one
-    one.quit()
+    chrome = webdriver.Chrome(options=options, service=Service(driver))
+    yield chrome
+    chrome.quit()
 
 
 def window_of(browser):
@@ -53,15 +53,17 @@ def window_of(browser):
     return tuple(browser.execute_script(read))
 
 
-def has_colour(browser, canvas):
+def colours(browser, canvas):
     """How many different colours a canvas shows."""
     count = """
         const c = document.getElementById(arguments[0]);
-        const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', {willReadFrequently: true});
+        const options = {willReadFrequently: true};
+        const copy = new OffscreenCanvas(c.width, c.height).getContext('2d', options);
         copy.drawImage(c, 0, 0);
         const d = copy.getImageData(0, 0, c.width, c.height).data;
         const seen = new Set();
-        for (let i = 0; i < d.length; i += 4) if (d[i + 3]) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
+        for (let i = 0; i < d.length; i += 4)
+            if (d[i + 3]) seen.add(d[i] << 16 | d[i + 1] << 8 | d[i + 2]);
         return seen.size;
     """
     return browser.execute_script(count, canvas)
@@ -81,7 +83,7 @@ def test_the_page_works_offline_in_a_browser(tmp_path, browser):
     def element(name):
         return browser.find_element(By.ID, name)
 
-    assert "Rank 1 is the one the others wait for" in element("words").text
+    assert "Rank 1 is the one the others wait for" in element("summary").text
     assert "the data loader" in element("waits").text
     assert "body.weight" in element("buckets").text
     assert [row.text.split()[0] for row in element("phases").find_elements(By.TAG_NAME, "tr")][
@@ -92,7 +94,7 @@ def test_the_page_works_offline_in_a_browser(tmp_path, browser):
         "backward",
     ]
     assert all(
-        has_colour(browser, canvas) > 3 for canvas in ("view", "overview", "throughput", "loss")
+        colours(browser, canvas) > 3 for canvas in ("view", "overview", "throughput", "loss")
     )
 
     whole = window_of(browser)
@@ -120,18 +122,21 @@ def test_the_page_works_offline_in_a_browser(tmp_path, browser):
     light = browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     element("theme").click()
     assert browser.execute_script("return getComputedStyle(document.body).backgroundColor") != light
-    assert has_colour(browser, "view") > 3
+    assert colours(browser, "view") > 3
 
     for width in (1900, 700, 500):
         browser.set_window_size(width, 900)
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = [one["params"] for one in messages if one["method"] == "Network.requestWillBeSent"]
-    # The browser's own first page asks for much; ours for itself alone.
-    assert [one["request"]["url"] for one in asked if one["documentURL"] == page.as_uri()] == [
-        page.as_uri()
+    requests = [
+        message["params"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
     ]
+    # The browser's own first page requests much; ours only itself.
+    ours = [request for request in requests if request["documentURL"] == page.as_uri()]
+    assert [request["request"]["url"] for request in ours] == [page.as_uri()]
 
     for other in (
         _long_run(tmp_path / "long"),
@@ -142,10 +147,10 @@ def test_the_page_works_offline_in_a_browser(tmp_path, browser):
         assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
         assert browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
         if other.parent.name == "nothing":
-            assert element("words").text.startswith("Nothing was recorded")
+            assert element("summary").text.startswith("Nothing was recorded")
             assert not element("view").is_displayed()
         else:
-            assert has_colour(browser, "view") > 3
+            assert colours(browser, "view") > 3
     assert browser.get_log("browser") == []
 
 
@@ -161,7 +166,7 @@ def _many_ranks(folder):
         for step in range(8):
             writer.add(Phase.FORWARD, step * 10**7, step * 10**7 + 10**6 * (3 + rank % 3), step)
             writer.add(
-                Kind.MEETING,
+                Kind.SYNC_POINT,
                 step * 10**7 + 10**6 * (3 + rank % 3),
                 (step + 1) * 10**7,
                 step,

@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline.diagnostics.page_reader import find_pages, read_page
 from paceline.diagnostics.stragglers import attribute_wait, find_straggler
 from paceline.telemetry.recorder import recorder
-from paceline.telemetry.status_page import Phase, find_pages, read_page
+from paceline.telemetry.status_page import Phase
 from tests.harness import free_rendezvous, run_ranks
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
@@ -67,12 +68,12 @@ def test_ps_shows_a_running_job_from_outside(tmp_path):
         assert "time.sleep(100)" in text
         job.process.terminate()
         job.wait(30)
-        # Nothing was told: the watch was turned off.
+        # Nothing was reported: the watch was turned off.
         assert "diagnosis" not in job.stderr
 
 
 @pytest.mark.slow
-def test_ps_goes_on_showing_a_job_until_it_is_interrupted(tmp_path):
+def test_ps_keeps_showing_a_job_until_it_is_interrupted(tmp_path):
     """On a terminal of its own, as a user would watch it."""
     script = write_script(
         tmp_path,
@@ -135,12 +136,12 @@ def test_the_progress_line_and_the_report_name_a_straggler_and_its_phase(tmp_pat
     last = job.stdout.strip().splitlines()[-1]
     assert last.startswith("[0] step 80/80  loss ")
     assert "rank 1 is slower in forward: the others wait " in last
-    words = subprocess.run(
+    summary = subprocess.run(
         [sys.executable, "-m", "paceline", "report", "--words", str(tmp_path / "trace")],
         capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
-    assert "Rank 1 is the one the others wait for" in words
-    assert "comes from forward on that rank" in words
+    assert "Rank 1 is the one the others wait for" in summary
+    assert "comes from forward on that rank" in summary
 
 
 def _calls(rank, world, backend):
@@ -157,12 +158,12 @@ def _calls(rank, world, backend):
     before = vars(dist.ProcessGroup)["allreduce"]
     paceline.destroy_process_group()
     after = vars(dist.ProcessGroup)["allreduce"]
-    kept = [sync_point.number for sync_point in page.sync_points]
-    return page.calls, kept, page.call, before is not after, read_page(os.getpid()) is None
+    numbers = [sync_point.number for sync_point in page.sync_points]
+    return page.calls, numbers, page.call, before is not after, read_page(os.getpid()) is None
 
 
 @pytest.mark.parametrize("backend", ["gloo", "paceline"])
-def test_calls_on_groups_of_any_kind_are_noted_and_the_classes_put_back(backend):
+def test_calls_on_groups_of_any_kind_are_recorded_and_the_classes_restored(backend):
     for rank, (calls, numbers, call, restored, closed) in enumerate(run_ranks(2, _calls, backend)):
         assert calls >= (4 if rank == 0 else 3)
         assert numbers[:2] == [1, 2]
@@ -172,7 +173,7 @@ def test_calls_on_groups_of_any_kind_are_noted_and_the_classes_put_back(backend)
 
 
 class _Slow(torch.nn.Module):
-    """Sleeps where it is told to, on rank 1."""
+    """Sleeps in one phase."""
 
     def __init__(self, where):
         super().__init__()
@@ -215,24 +216,24 @@ def _train_with_one_slow_rank(rank, world, backend, where):
     pages = find_pages(recorder.job)
     dist.barrier()
     paceline.destroy_process_group()
-    # The first steps also pay for what happens once.
+    # The first steps include what happens only once.
     records = {page.rank: page.sync_points[-30:] for page in pages}
     return records, find_straggler(attribute_wait(records), len(pages))
 
 
 def _share_of_a_usual_step(records, phase):
-    """Of the waiting at each sync_point where anybody waited notably, the part charged to rank 1's
-    phase: the median.
+    """Of the waiting at each sync point where anybody waited notably, the part attributed to rank
+    1's phase: the median.
     """
     common = set.intersection(
-        *({(one.group, one.number) for one in found} for found in records.values())
+        *({(point.group, point.number) for point in points} for points in records.values())
     )
     shares = []
     for key in common:
         waits = attribute_wait(
             {
-                rank: [one for one in found if (one.group, one.number) == key]
-                for rank, found in records.items()
+                rank: [point for point in points if (point.group, point.number) == key]
+                for rank, points in records.items()
             }
         )
         if waits.total_ns > 25e6:
@@ -243,15 +244,15 @@ def _share_of_a_usual_step(records, phase):
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
 @pytest.mark.parametrize("where", ["loader", "forward", "backward"])
-def test_waiting_is_charged_to_the_slow_rank_and_phase(backend, where):
+def test_waiting_is_attributed_to_the_slow_rank_and_phase(backend, where):
     for records, straggler in run_ranks(2, _train_with_one_slow_rank, backend, where):
-        # Of most steps: others on the machine may hold anybody up in some.
+        # Most steps: other processes of the machine may hold anybody up in some.
         assert _share_of_a_usual_step(records, Phase[where.upper()]) >= 0.9
         assert (straggler.rank, straggler.phase) == (1, Phase[where.upper()])
 
 
 @pytest.mark.slow
-def test_a_traced_run_ends_in_a_page(tmp_path):
+def test_a_traced_run_ends_with_a_page(tmp_path):
     script = write_script(
         tmp_path,
         """
@@ -261,7 +262,8 @@ def test_a_traced_run_ends_in_a_page(tmp_path):
         model = paceline.DistributedDataParallel(torch.nn.Linear(4, 2))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         with Progress(5, enabled=False) as progress:
-            for x, in paceline.DataLoader(torch.utils.data.TensorDataset(torch.ones(20, 4)), batch_size=4):
+            data = torch.utils.data.TensorDataset(torch.ones(20, 4))
+            for x, in paceline.DataLoader(data, batch_size=4):
                 loss = model(x).square().mean()
                 loss.backward()
                 optimizer.step()
@@ -279,4 +281,4 @@ def test_a_traced_run_ends_in_a_page(tmp_path):
             names
         )
         assert names.count("optimizer") == 5
-    assert sum(event["name"] == "loss" for event in events) == 10  # each rank told its own
+    assert sum(event["name"] == "loss" for event in events) == 10  # each rank reports its own

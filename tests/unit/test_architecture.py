@@ -19,17 +19,17 @@ PACKAGE = ROOT / "src" / "paceline"
 LAYERS = [
     ["_version"],
     ["errors", "_linux", "_malloc", "_interpreter", "_pytree", "_state_dict", "_torch_internals"],
+    ["telemetry"],
     ["rank_env", "failure_channel"],
     [
         "_backend_registration"
     ],  # reaches up to `backend` inside a function, when torch asks for a group
     ["core"],
     ["backend"],
-    ["telemetry"],
-    ["integrations"],
-    ["diagnostics"],
     ["data"],
     ["ddp", "dp"],
+    ["integrations"],
+    ["diagnostics"],
     ["launch"],
     ["checkpoint", "ray"],
     ["bench"],

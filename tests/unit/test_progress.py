@@ -1,4 +1,4 @@
-"""Progress: lines elsewhere than on a terminal, scalars for TensorBoard on request."""
+"""Progress: lines where there is no terminal, scalars for TensorBoard on request."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def test_the_last_step_gets_a_line(capsys):
         progress.step(0.25, 8, 0.0)
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith("step 2/2  loss 0.2500")
-    assert progress.straggler is None  # this process is no rank
+    assert progress.straggler is None  # this process is not a rank
 
 
-def test_a_disabled_one_is_silent(capsys, tmp_path):
+def test_a_disabled_bar_is_silent(capsys, tmp_path):
     with Progress(1, enabled=False, tensorboard=tmp_path) as progress:
         progress.step(0.5, 8, 0.0)
     assert capsys.readouterr().out == ""
@@ -43,7 +43,7 @@ def test_scalars_are_written_for_tensorboard(tmp_path, capsys):
     assert set(events.Tags()["scalars"]) == {"loss", "samples_per_second", "sync_share"}
 
 
-def test_without_tensorboard_the_cure_is_named(tmp_path, monkeypatch):
+def test_without_tensorboard_the_error_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(ConfigError, match=r"pip install 'paceline\[tensorboard\]'"):
         Progress(1, tensorboard=tmp_path)

@@ -1,4 +1,4 @@
-"""Pages: what is written is what another process reads; nothing stays."""
+"""Status pages and stacks: what is written is what another process reads; nothing stays."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.diagnostics.page_reader import find_pages, read_page
 from paceline.diagnostics.process_state import Activity, activity_of
+from paceline.diagnostics.stack_reader import main_stack, request_stacks
 from paceline.errors import ConfigError
-from paceline.telemetry import stack_dump
 from paceline.telemetry.recorder import Recorder, group_number
-from paceline.telemetry.status_page import PHASES, Field, Phase, WaitLabel, find_pages, read_page
+from paceline.telemetry.status_page import PHASES, Field, Phase, WaitLabel
 from paceline.telemetry.variables import stall_after_s
 
 
 @pytest.fixture
 def recorder():
-    one = Recorder()
-    one.open_page(job="job-of-test", rank=3, world=8)
-    yield one
-    one.close_page()
+    recorder = Recorder()
+    recorder.open_page(job="job-of-test", rank=3, world=8)
+    yield recorder
+    recorder.close_page()
 
 
-def test_a_page_says_what_was_noted(recorder):
+def test_a_page_shows_what_was_recorded(recorder):
     recorder.phase(Phase.LOADER)
     recorder.count(Field.FORWARDS)
     page = read_page(os.getpid())
@@ -42,15 +43,15 @@ def test_a_page_says_what_was_noted(recorder):
     )
     assert page.forwards == 1
     assert 0 <= time.monotonic_ns() - page.phase_since_ns < 60 * 10**9
-    assert [found.pid for found in find_pages("job-of-test")] == [os.getpid()]
+    assert [page.pid for page in find_pages("job-of-test")] == [os.getpid()]
 
 
 def test_a_call_is_on_the_page_while_it_lasts(recorder):
-    place = WaitLabel("all_reduce", "Net", group_number("Net"), (0, 3), "a.weight, a.bias").packed()
+    label = WaitLabel("all_reduce", "Net", group_number("Net"), (0, 3), "a.weight, a.bias").packed()
     recorder.phase(Phase.BACKWARD)
-    recorder.enter(place, 12, 4)
+    recorder.enter(label, 12, 4)
     page = read_page(os.getpid())
-    assert page.call.words == "all_reduce of bucket 4 (a.weight, a.bias)"
+    assert page.call.describe() == "all_reduce of bucket 4 (a.weight, a.bias)"
     assert (page.call.members, page.call.key, page.phase) == (
         (0, 3),
         (group_number("Net"), 12, "all_reduce"),
@@ -67,10 +68,10 @@ def test_a_call_is_on_the_page_while_it_lasts(recorder):
     assert sync_point.spent_ns[Phase.SYNCHRONISE] == sync_point.left_ns - sync_point.arrived_ns
 
 
-def test_only_the_latest_meetings_are_kept(recorder):
-    place = WaitLabel("barrier", "g", 1).packed()
+def test_only_the_latest_sync_points_are_kept(recorder):
+    label = WaitLabel("barrier", "g", 1).packed()
     for number in range(300):
-        with recorder.waiting(place, number):
+        with recorder.waiting(label, number):
             pass
     numbers = [sync_point.number for sync_point in read_page(os.getpid()).sync_points]
     assert numbers == list(range(300 - len(numbers), 300))
@@ -79,16 +80,16 @@ def test_only_the_latest_meetings_are_kept(recorder):
 @settings(max_examples=20)
 @given(st.text(max_size=3000), st.lists(st.integers(0, 10**6), max_size=300))
 def test_names_of_any_length_fit(names, members):
-    one = Recorder()
-    one.enter(WaitLabel("all_reduce", "Net", 1, tuple(members), names).packed(), 1, 0)
-    one.page.share()
+    recorder = Recorder()
+    recorder.enter(WaitLabel("all_reduce", "Net", 1, tuple(members), names).packed(), 1, 0)
+    recorder.page.share()
     try:
-        one.page.identify(job="j" * 200, script="s" * 500, rank=0, world=1)
+        recorder.page.identify(job="j" * 200, script="s" * 500, rank=0, world=1)
         page = read_page(os.getpid())
         assert page.call is not None
         assert page.call.kind == "all_reduce"
     finally:
-        one.page.unshare()
+        recorder.page.unshare()
 
 
 def test_a_forked_child_neither_writes_nor_shows_the_page(recorder):
@@ -102,12 +103,23 @@ def test_a_forked_child_neither_writes_nor_shows_the_page(recorder):
 
 
 def test_a_closed_page_is_gone():
-    one = Recorder()
-    one.open_page(job="gone", rank=0, world=1)
-    one.close_page()
-    one.phase(Phase.FORWARD)
+    recorder = Recorder()
+    recorder.open_page(job="gone", rank=0, world=1)
+    recorder.close_page()
+    recorder.phase(Phase.FORWARD)
     assert read_page(os.getpid()) is None
-    assert one.current == Phase.FORWARD
+    assert recorder.current == Phase.FORWARD
+
+
+def test_a_forked_child_dumps_its_stacks_into_memory_of_its_own(recorder):
+    parent = os.stat(f"/proc/self/fd/{read_page(os.getpid()).stacks_fd}")
+    pid = os.fork()
+    if pid == 0:
+        recorder.after_fork()
+        recorder.open_page(job="child", rank=4, world=8)
+        child = os.stat(f"/proc/self/fd/{read_page(os.getpid()).stacks_fd}")
+        os._exit(0 if child.st_ino != parent.st_ino else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def test_time_goes_to_the_phase_it_was_spent_in(recorder):
@@ -140,7 +152,7 @@ def test_stacks_come_from_a_process_that_does_not_cooperate(tmp_path):
         page = read_page(process.pid)
         deadline = time.monotonic() + 10
         while (
-            stack := stack_dump.main_stack(stack_dump.ask(page), page)
+            stack := main_stack(request_stacks(page), page)
         ).innermost.code != "while True: pass":
             assert time.monotonic() < deadline, stack  # at first it may still be printing
         assert [frame.function for frame in stack.frames] == ["spin", "<module>"]
@@ -163,7 +175,7 @@ def test_a_process_that_does_not_expect_the_signal_is_left_alone(recorder):
     )
     try:
         assert other.stdout.readline() == b"ready\n"
-        assert stack_dump.ask(dataclasses.replace(page, pid=other.pid)) == []
+        assert request_stacks(dataclasses.replace(page, pid=other.pid)) == []
         assert other.poll() is None
     finally:
         other.communicate(b"\n")
@@ -171,11 +183,11 @@ def test_a_process_that_does_not_expect_the_signal_is_left_alone(recorder):
 
 
 @pytest.mark.parametrize(("text", "seconds"), [(None, 30.0), ("", 30.0), ("2.5", 2.5), ("0", 0.0)])
-def test_the_soft_limit(text, seconds):
+def test_the_stall_limit(text, seconds):
     assert stall_after_s(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["soon", "-1"])
-def test_a_wrong_soft_limit_is_refused(text):
+def test_an_invalid_stall_limit_is_refused(text):
     with pytest.raises(ConfigError, match="PACELINE_STALL_AFTER"):
         stall_after_s(text)

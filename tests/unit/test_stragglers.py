@@ -1,14 +1,13 @@
-"""WaitAttribution: every nanosecond of waiting goes to the rank that came last, and to what made it
-late.
-"""
+"""Stragglers: all waiting is attributed to the rank that arrived last, and to what made it late."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from paceline.diagnostics.page_reader import SyncPoint
 from paceline.diagnostics.stragglers import attribute_wait, find_straggler
-from paceline.telemetry.status_page import PHASES, Phase, SyncPoint
+from paceline.telemetry.status_page import PHASES, Phase
 
 MS = 10**6
 
@@ -22,16 +21,16 @@ def sync_point(number, arrived, left, **spent):
 
 def run(slow_ms, phase, steps=20):
     """Rank 1 takes longer in one phase; both leave together."""
-    found = {0: [], 1: []}
+    points = {0: [], 1: []}
     now = 0
     for number in range(steps):
         base = {"loader": 2 * MS, "forward": 3 * MS, "backward": 5 * MS}
         late = {**base, phase: base[phase] + slow_ms * MS}
         last = now + sum(late.values())
-        found[0].append(sync_point(number, now + sum(base.values()), last + MS, **base))
-        found[1].append(sync_point(number, last, last + MS, **late))
+        points[0].append(sync_point(number, now + sum(base.values()), last + MS, **base))
+        points[1].append(sync_point(number, last, last + MS, **late))
         now = last + MS
-    return found
+    return points
 
 
 def test_all_waiting_goes_to_the_slow_phase():
@@ -42,23 +41,22 @@ def test_all_waiting_goes_to_the_slow_phase():
         slow = find_straggler(waits, 2)
         assert (slow.rank, slow.phase) == (1, Phase[phase.upper()])
         assert 0.7 < slow.share < 0.9
-        assert slow.phase.words in slow.words
+        assert slow.phase.describe() in slow.describe()
 
 
-def test_ranks_that_are_late_in_turn_are_no_stragglers():
-    found = run(5, "forward", steps=1)
-    turned = {0: found[0], 1: found[1]}
+def test_ranks_that_are_late_in_turn_are_not_stragglers():
+    turned = run(5, "forward", steps=1)
     second = run(5, "forward", steps=1)
     shift = 100 * MS
     for rank, other in ((0, 1), (1, 0)):
-        one = second[other][0]
+        point = second[other][0]
         turned[rank].append(
-            SyncPoint(1, 1, one.arrived_ns + shift, one.left_ns + shift, one.spent_ns)
+            SyncPoint(1, 1, point.arrived_ns + shift, point.left_ns + shift, point.spent_ns)
         )
     assert find_straggler(attribute_wait(turned), 2) is None
 
 
-def test_nobody_waits_in_a_world_of_one_or_without_common_meetings():
+def test_nobody_waits_in_a_single_process_or_without_common_sync_points():
     assert attribute_wait({}).total_ns == 0
     assert find_straggler(attribute_wait({0: [sync_point(1, 0, 5)]}), 1) is None
     assert attribute_wait({0: [sync_point(1, 0, 5)], 1: [sync_point(2, 0, 5)]}).sync_points == 0
@@ -71,15 +69,15 @@ def test_nobody_waits_in_a_world_of_one_or_without_common_meetings():
         )
     )
 )
-def test_charges_add_up_to_the_waiting(arrivals):
+def test_attributed_waits_add_up_to_the_waiting(arrivals):
     ranks = len(arrivals[0]) if arrivals else 0
-    found = {
+    points = {
         rank: [
             sync_point(n, row[rank], max(row), forward=row[rank]) for n, row in enumerate(arrivals)
         ]
         for rank in range(ranks)
     }
-    waits = attribute_wait(found)
-    waited = sum(max(row) - one for row in arrivals for one in row)
+    waits = attribute_wait(points)
+    waited = sum(max(row) - arrived for row in arrivals for arrived in row)
     assert sum(waits.waited_by_ns.values()) == waited
     assert abs(waits.total_ns - waited) <= len(PHASES) * max(1, len(arrivals))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -89,3 +91,15 @@ def test_worker_info_can_be_hidden_from_a_dataset_in_a_worker():
 
     loader = torch.utils.data.DataLoader(Stream(), batch_size=None, num_workers=1)
     assert list(loader) == [[True, False]]
+
+
+def test_timeouts_of_groups():
+    timeout = datetime.timedelta(seconds=7)
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    try:
+        group = dist.group.WORLD
+        assert group is not None
+        assert set(internals.timeouts_of(group)) == {timeout}
+    finally:
+        dist.destroy_process_group()

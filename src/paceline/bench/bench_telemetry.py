@@ -1,16 +1,17 @@
-"""`paceline bench observe`: what being observed costs a training step, ways interleaved in one run.
+"""`paceline bench observe`: what telemetry costs a training step, modes interleaved in one run.
 
 "off" replaces the recorder's methods by ones that do nothing and leaves the process groups' methods
 alone; "page" is what every run has; "page + trace" also records a timeline; "off again" shows how
-far two equal ways differ here. The figure that counts is the median, over rounds, of a way's time
-over that of "off" in the same round. On a busy machine that is noise; then the last figure tells
-more: the time of all notes of a step, each timed on its own.
+far two equal modes differ here. The figure that counts is the median, over rounds, of a mode's time
+over that of "off" in the same round. On a busy machine that is noise; then the last figure is the
+better one: the time of all recorder calls of a step, each timed on its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import statistics
 import tempfile
@@ -18,9 +19,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.diagnostics import session
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.status_page import Phase, WaitLabel
+from paceline.telemetry.trace_writer import TraceWriter
+
 __all__ = ["add_arguments", "run"]
 
-_NOTES = (
+_METHODS = (
     "phase",
     "count",
     "enter",
@@ -30,15 +36,15 @@ _NOTES = (
     "bucket_averaged",
     "scalars",
 )
-_WAYS = ("off", "off again", "page", "page + trace")
-_NOTING = _WAYS[2:]
+_MODES = ("off", "off again", "page", "page + trace")
+_RECORDING = _MODES[2:]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ranks", type=int, default=2, help="processes, one thread each (default: 2)"
     )
-    parser.add_argument("--rounds", type=int, default=400, help="steps of each way (default: 400)")
+    parser.add_argument("--rounds", type=int, default=400, help="steps in each mode (default: 400)")
     parser.add_argument(
         "--step-ms", type=float, default=10.0, help="length of a step (default: 10)"
     )
@@ -49,27 +55,28 @@ def run(options: argparse.Namespace) -> int:
     import paceline
 
     arguments = (options.rounds, options.step_ms)
-    found = paceline.spawn(_measure, arguments, options.ranks, env={"PACELINE_QUIET": "1"})[0]
+    figures = paceline.spawn(_measure, arguments, options.ranks, env={"PACELINE_QUIET": "1"})[0]
+    off_ms = figures["off_ms"]
     print(
-        f"one step of {found['off_ms']:.2f} ms, {options.ranks} ranks x 1 thread, {options.rounds} steps of each way"
+        f"one step of {off_ms:.2f} ms, {options.ranks} ranks x 1 thread, "
+        f"{options.rounds} steps in each mode"
     )
-    for way in _WAYS[1:]:
-        middle, low, high, quiet = found["ratios"][way]
+    for mode in _MODES[1:]:
+        median, low, high, quiet = figures["ratios"][mode]
         print(
-            f"  {way:<13} median {middle - 1:+.2%} (95% sure: {low - 1:+.2%} to {high - 1:+.2%}); "
-            f"quiet steps {quiet - 1:+.2%}"
+            f"  {mode:<13} median {median - 1:+.2%} (95% confidence: {low - 1:+.2%} to "
+            f"{high - 1:+.2%}); quiet steps {quiet - 1:+.2%}"
         )
-    print(
-        "one note, in nanoseconds:",
-        ", ".join(f"{name} {ns:.0f}" for name, ns in found["notes_ns"].items()),
-    )
-    for way, (number, us) in found["notes"].items():
+    calls_ns = ", ".join(f"{name} {ns:.0f}" for name, ns in figures["notes_ns"].items())
+    print(f"one recorder call, in nanoseconds: {calls_ns}")
+    for mode, (number, us) in figures["notes"].items():
         print(
-            f"notes in a step, {way}: {number}, together {us:.1f} us = {us / found['off_ms'] / 10:.2f}% of a step"
+            f"recorder calls in a step, {mode}: {number}, together {us:.1f} us = "
+            f"{us / off_ms / 10:.2f}% of a step"
         )
     if options.json:
         with open(options.json, "w") as file:
-            json.dump(found, file, indent=1)
+            json.dump(figures, file, indent=1)
     return 0
 
 
@@ -77,38 +84,39 @@ def _measure(rounds: int, step_ms: float) -> dict[str, Any]:
     import torch.distributed as dist
 
     import paceline
-    from paceline.telemetry.trace_file import TraceWriter
 
     paceline.init_process_group()
     step = _step_of(step_ms)
     for _ in range(5):
         step()
-    times: dict[str, list[float]] = {way: [] for way in _WAYS}
+    times: dict[str, list[float]] = {mode: [] for mode in _MODES}
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         trace = TraceWriter(directory, 0, 1)
         for number in range(rounds):
-            # Another order in each round: the machine's moods hit all alike.
-            for way in _WAYS[number % 4 :] + _WAYS[: number % 4]:
-                with _way(way, trace):
-                    step()  # the change of ways itself is not what is measured
+            # Another order in each round, so that drifts of the machine affect all modes alike.
+            for mode in _MODES[number % 4 :] + _MODES[: number % 4]:
+                with _mode(mode, trace):
+                    # The first step after a change of modes is not measured.
+                    step()
                     dist.barrier()
-                    times[way].append(_seconds(step, 1))
-        found: dict[str, Any] = {
+                    times[mode].append(_seconds(step, 1))
+        # "notes" is part of the interface: programs read this JSON.
+        figures: dict[str, Any] = {
             "off_ms": statistics.median(times["off"]) * 1e3,
-            "ratios": {way: _ratio(times[way], times["off"]) for way in _WAYS[1:]},
-            "notes_ns": _one_note(directory),
+            "ratios": {mode: _ratio(times[mode], times["off"]) for mode in _MODES[1:]},
+            "notes_ns": _time_calls(directory),
             "notes": {},
         }
-        for way in _NOTING:
-            with _way(way, trace):
-                found["notes"][way] = _time_notes(step)
+        for mode in _RECORDING:
+            with _mode(mode, trace):
+                figures["notes"][mode] = _time_step_calls(step)
         trace.close()
     paceline.destroy_process_group()
-    return found
+    return figures
 
 
 def _step_of(step_ms: float) -> Callable[[], None]:
-    """A training step of about that length on this machine: the batch is chosen by trying."""
+    """A training step of about that length on this machine: the batch size is found by trial."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -128,7 +136,8 @@ def _step_of(step_ms: float) -> Callable[[], None]:
     for _ in range(12):
         x = torch.randn(rows, 128)
         step_with(x)
-        seconds = torch.tensor(min(_seconds(lambda x=x: step_with(x), 3) for _ in range(3)))  # type: ignore[misc]  # bound
+        trial = functools.partial(step_with, x)
+        seconds = torch.tensor(min(_seconds(trial, 3) for _ in range(3)))
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
         if float(seconds) * 1e3 >= step_ms:
             break
@@ -137,25 +146,22 @@ def _step_of(step_ms: float) -> Callable[[], None]:
 
 
 @contextlib.contextmanager
-def _way(way: str, trace: Any) -> Iterator[None]:
-    from paceline.diagnostics import session
-    from paceline.telemetry.recorder import recorder
-
-    if way == "page + trace":
+def _mode(mode: str, trace: TraceWriter) -> Iterator[None]:
+    if mode == "page + trace":
         recorder.trace = trace
         try:
             yield
         finally:
             recorder.trace = None
-    elif way == "page":
+    elif mode == "page":
         yield
     else:
         with session.paused():
-            vars(recorder).update(dict.fromkeys(_NOTES, _nothing))
+            vars(recorder).update(dict.fromkeys(_METHODS, _nothing))
             try:
                 yield
             finally:
-                for name in _NOTES:
+                for name in _METHODS:
                     del vars(recorder)[name]
 
 
@@ -170,8 +176,8 @@ def _seconds(step: Callable[[], None], steps: int) -> float:
 
 
 def _ratio(times: list[float], against: list[float]) -> tuple[float, float, float, float]:
-    """(median of the rounds' ratios, bounds of that median, ratio of the fastest quarters' ends)."""
-    ratios = sorted(one / other for one, other in zip(times, against, strict=True))
+    """(median of the rounds' ratios, its lower and upper bound, ratio of the first quartiles)."""
+    ratios = sorted(time_s / off_s for time_s, off_s in zip(times, against, strict=True))
     count = len(ratios)
     # The order statistics between which a median lies with 95 % certainty.
     spread = round(0.98 * count**0.5)
@@ -180,71 +186,65 @@ def _ratio(times: list[float], against: list[float]) -> tuple[float, float, floa
     return statistics.median(ratios), low, high, quiet
 
 
-def _time_notes(step: Callable[[], None]) -> tuple[int, float]:
-    """(number, microseconds) of the notes in one step: each note's median over many steps, without
-    the clock's own.
+def _time_step_calls(step: Callable[[], None]) -> tuple[int, float]:
+    """(number, microseconds) of the recorder calls in one step: each call's median over many steps,
+    less the clock's own time.
     """
-    from paceline.telemetry.recorder import recorder
-
     spent: list[int] = []
-    originals = {name: getattr(recorder, name) for name in _NOTES}
+    originals = {name: getattr(recorder, name) for name in _METHODS}
 
     def timed(name: str) -> Callable[..., None]:
         original = originals[name]
 
-        def note(*args: Any, **kwargs: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> None:
             start = time.perf_counter_ns()
             original(*args, **kwargs)
             spent.append(time.perf_counter_ns() - start)
 
-        return note
+        return call
 
     rounds: list[list[int]] = []
-    vars(recorder).update({name: timed(name) for name in _NOTES})
+    vars(recorder).update({name: timed(name) for name in _METHODS})
     try:
         for _ in range(50):
             spent.clear()
             step()
             rounds.append(list(spent))
     finally:
-        for name in _NOTES:
+        for name in _METHODS:
             del vars(recorder)[name]
-    usual = statistics.mode(len(one) for one in rounds)
-    alike = [one for one in rounds if len(one) == usual]
+    usual = statistics.mode(len(calls) for calls in rounds)
+    alike = [calls for calls in rounds if len(calls) == usual]
     clock = statistics.median(-time.perf_counter_ns() + time.perf_counter_ns() for _ in range(1000))
     return usual, sum(
         statistics.median(column) - clock for column in zip(*alike, strict=True)
     ) / 1e3
 
 
-def _one_note(directory: str) -> dict[str, float]:
-    """Nanoseconds of each kind of note: the best of many rounds."""
-    from paceline.diagnostics import session
-    from paceline.telemetry.recorder import recorder
-    from paceline.telemetry.status_page import Phase, WaitLabel
-
-    place = WaitLabel("all_reduce", "bench", 1, (), "weight, bias").packed()
+def _time_calls(directory: str) -> dict[str, float]:
+    """Nanoseconds of each kind of recorder call: the best of many rounds."""
+    label = WaitLabel("all_reduce", "bench", 1, (), "weight, bias").packed()
 
     def wait() -> None:
-        recorder.enter(place, 1, 0)
+        recorder.enter(label, 1, 0)
         recorder.leave()
 
     kinds: dict[str, Callable[[], None]] = {
         "phase": lambda: recorder.phase(int(Phase.OTHER)),
         "wait": wait,
     }
-    found = {name: _best_ns(note) for name, note in kinds.items()}
+    best = {name: _best_ns(call) for name, call in kinds.items()}
     with session.trace(directory):
-        for name, note in kinds.items():
-            found[f"{name} with trace"] = _best_ns(note)
-    return found
+        for name, call in kinds.items():
+            best[f"{name} with trace"] = _best_ns(call)
+    return best
 
 
-def _best_ns(note: Callable[[], None]) -> float:
+def _best_ns(call: Callable[[], None]) -> float:
     best = float("inf")
     for _ in range(20):
         start = time.perf_counter_ns()
         for _ in range(500):
-            note()
+            call()
         best = min(best, (time.perf_counter_ns() - start) / 500)
     return best

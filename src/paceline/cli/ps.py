@@ -11,18 +11,19 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from paceline.diagnostics.diagnosis import RankView, diagnose
 from paceline.diagnostics.rank_table import table
-from paceline.diagnostics.stall_watcher import ask_stacks, look
+from paceline.diagnostics.stall_watcher import look_at_job, main_stacks
 
 __all__ = ["add_arguments", "run"]
 
 _REFRESH_S = 0.5
+_NOTHING_RUNS = "none of your ranks are running on this host"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="show one job only: the beginning of its id")
-    parser.add_argument("--watch", action="store_true", help="go on showing it, until Ctrl-C")
+    parser.add_argument("--watch", action="store_true", help="keep showing it, until Ctrl-C")
     parser.add_argument(
-        "--stacks", action="store_true", help="also show where each rank's main thread is"
+        "--stacks", action="store_true", help="also show the stack of each rank's main thread"
     )
     parser.add_argument(
         "--json", action="store_true", help="for programs: one object per rank and line"
@@ -38,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
             print(json.dumps(_as_object(view)))
         return 0
     if not views:
-        print("no rank of yours is running on this host")
+        print(_NOTHING_RUNS)
         return 1 if options.job else 0
     for _, job in _jobs(views):
         print(_show(job, stacks=options.stacks))
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _look(options: argparse.Namespace) -> list[RankView]:
-    views = look()
+    views = look_at_job()
     return [view for view in views if view.page and view.page.job.startswith(options.job or "")]
 
 
@@ -62,14 +63,14 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
     running = (now - min(view.page.started_ns for view in views if view.page is not None)) / 1e9
     here = "" if len(views) == page.world else f" ({len(views)} of them on this host)"
     lines = [
-        f"{page.script}  job {page.job[:8]}  {page.world} ranks{here}  for {running:.0f} s",
+        f"{page.script}  job {page.job[:8]}  {page.world} ranks{here}  running for {running:.0f} s",
         table(views, now),
     ]
-    # Even a wait of a second is worth a sentence to someone who asks.
+    # To someone who asks, even a wait of a second is worth a sentence.
     diagnosis = diagnose(views, now, 10**9)
     if stacks:
-        for rank, stack in ask_stacks(views).items():
-            lines.append(f"rank {rank}, innermost call last:\n{stack.text}")
+        for rank, stack in main_stacks(views).items():
+            lines.append(f"rank {rank}, innermost call last:\n{stack.format()}")
     if diagnosis is not None:
         lines.append(f"so far: {diagnosis.sentence}")
     return "\n".join(lines)
@@ -80,19 +81,19 @@ def _watch(options: argparse.Namespace) -> int:
     from rich.live import Live
     from rich.text import Text
 
-    def picture() -> Text:
+    def render() -> Text:
         views = _look(options)
         jobs = [_show(list(job), stacks=options.stacks) for _, job in _jobs(views)]
-        return Text("\n\n".join(jobs) or "no rank of yours is running on this host")
+        return Text("\n\n".join(jobs) or _NOTHING_RUNS)
 
     console = Console()
     try:
         with Live(
-            picture(), console=console, screen=console.is_terminal, auto_refresh=False
+            render(), console=console, screen=console.is_terminal, auto_refresh=False
         ) as live:
             while True:
                 time.sleep(_REFRESH_S)
-                live.update(picture(), refresh=True)
+                live.update(render(), refresh=True)
     except KeyboardInterrupt:
         sys.stdout.flush()
     return 0
@@ -112,6 +113,6 @@ def _as_object(view: RankView) -> dict[str, object]:
         "phase": page.phase.name.lower(),
         "phase_seconds": (now - page.phase_since_ns) / 1e9,
         "step": page.step,
-        "call": None if page.call is None else page.call.words,
+        "call": None if page.call is None else page.call.describe(),
         "call_seconds": None if page.call is None else (now - page.call.since_ns) / 1e9,
     }

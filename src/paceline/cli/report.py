@@ -9,7 +9,7 @@ import pathlib
 
 from paceline.diagnostics.report_page import write_report
 from paceline.diagnostics.timeline import Timeline
-from paceline.telemetry.trace_file import read_traces
+from paceline.diagnostics.trace_reader import read_traces
 
 __all__ = ["add_arguments", "run"]
 
@@ -22,12 +22,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "-o", "--output", type=pathlib.Path, metavar="PAGE.html",
         help="where to write the page; the trace JSON goes beside it (default: DIR/timeline.html)",
     )  # fmt: skip
-    parser.add_argument("--words", action="store_true", help="only say what limits the run")
+    parser.add_argument("--words", action="store_true", help="only print what limits the run")
 
 
 def run(options: argparse.Namespace) -> int:
     if not options.words:
         path = write_report(options.directory, options.output)
         print(f"timeline  {path}\nfor Perfetto (ui.perfetto.dev)  {path.with_suffix('.json')}")
-    print(Timeline(read_traces(options.directory)).words())
+    print(Timeline(read_traces(options.directory)).summary())
     return 0

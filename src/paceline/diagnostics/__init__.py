@@ -1,4 +1,5 @@
-"""Seeing what a run does: status pages, verdicts on stalls, stragglers, timelines, progress.
+"""Reads what the ranks write (`paceline.telemetry`): why a job makes no progress, which rank is
+slow, timelines, progress bars.
 
 Names are imported on first use: every rank imports parts of this package, and few need all of it.
 """
@@ -6,7 +7,7 @@ Names are imported on first use: every rank imports parts of this package, and f
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from paceline.diagnostics.progress import Progress
@@ -22,7 +23,8 @@ _LAZY = {
 __all__ = ["Progress", "trace", "write_report"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _LAZY:
         raise AttributeError(f"module 'paceline.diagnostics' has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+    attribute: object = getattr(importlib.import_module(_LAZY[name]), name)
+    return attribute

@@ -1,65 +1,98 @@
-"""Who holds a job up, and why. Pure: from what the pages and the kernel say to one sentence of
-blame.
+"""Which rank holds a job up, and why.
 
-a rank waits longer than the limit
-  some rank it waits for is in no collective          -> that rank is late: say what it does instead
-  all of those wait, too, but in other collectives    -> the ranks' calls differ: say whose
-  all of those wait in the same one                   -> nobody is late: the transport does not move
+`diagnose` is pure: it takes what the status pages and the kernel say about the ranks of this host
+and returns one sentence with the rank to blame, the cause and a cure. It starts from the rank that
+has waited longest in a collective; nothing is wrong while that is within the limit. The members of
+that collective then decide:
+
+    a member is in no collective, or stopped, or gone  -> it is late: report what it does instead
+    all are in collectives, but not in the same one    -> the ranks' calls differ: find the odd one
+    all are in the same collective                     -> nobody is late: the data does not move, or
+                                                          the late rank is on another host
+
+If no rank is in a collective, only a data loader that has been waiting too long is reported.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 from collections.abc import Sequence
 
+from paceline.diagnostics.page_reader import Call, StatusPage
 from paceline.diagnostics.process_state import Activity
 from paceline.errors import describe_exit
-from paceline.telemetry.status_page import Call, Phase, StatusPage
+from paceline.telemetry.status_page import Phase
 
-__all__ = ["RankView", "Diagnosis", "diagnose"]
+__all__ = ["Cause", "Diagnosis", "RankView", "diagnose"]
 
-# The diagnosis comes before the group's own time-out ends the wait, and the evidence with it.
+# The diagnosis comes before the group's own timeout ends the wait, and the evidence with it.
 _SHARE_OF_TIMEOUT = 0.8
+
+
+class Cause(enum.Enum):
+    """Why a job makes no progress."""
+
+    ENDED = "ended"
+    STOPPED = "stopped"
+    RUNNING = "running"
+    SLEEPING = "sleeping"
+    LOCK = "lock"
+    INPUT = "input"
+    IDLE = "idle"
+    NO_PAGE = "no page"
+    SKIPPED_BACKWARD = "skipped backward"
+    EXTRA_COLLECTIVE = "extra collective"
+    TRANSPORT = "transport"
+    OTHER_HOST = "other host"
+    LOADER = "loader"
 
 
 @dataclasses.dataclass(frozen=True)
 class RankView:
-    """All there is to know about one rank from outside."""
+    """All that can be seen of one rank from outside. `line` is where its own code is, if its stack
+    was read.
+    """
 
     rank: int
     pid: int
     page: StatusPage | None = None
     activity: Activity = Activity.IDLE
     exitcode: int | None = None
-    line: str = ""  # where its own code is, if its stack was asked for
+    line: str = ""
 
     @property
     def call(self) -> Call | None:
-        return (
-            self.page.call
-            if self.page is not None and self.activity is not Activity.ENDED
-            else None
-        )
+        """The collective this rank is in."""
+        if self.page is None or self.activity is Activity.ENDED:
+            return None
+        return self.page.call
+
+    @property
+    def phase_since_ns(self) -> int:
+        return self.page.phase_since_ns if self.page is not None else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The outcome: the ranks to blame, the ranks whose stacks tell more, the sentence."""
+    """Why a job makes no progress: the ranks to blame, and a sentence with the facts and the cure.
+
+    `waiting` has the ranks that wait and since when, which identifies the stall. The stacks of the
+    ranks `stacks_of` show more.
+    """
 
     blamed: tuple[int, ...]
-    waiting: tuple[tuple[int, int], ...]  # (rank, since when) of those that wait
-    cause: str  # one word, for programs
+    waiting: tuple[tuple[int, int], ...]
+    cause: Cause
     sentence: str
     waited_ns: int
     stacks_of: tuple[int, ...] = ()
 
-    def told_by(self, views: Sequence[RankView]) -> bool:
-        """Whether a rank has told of it already."""
-        return bool(
-            {since for _, since in self.waiting}
-            & {view.page.told_ns for view in views if view.page}
-        )
+    def reported_by(self, views: Sequence[RankView]) -> bool:
+        """Whether one of these ranks has reported this stall already."""
+        reported = {view.page.reported_wait_ns for view in views if view.page is not None}
+        return any(since_ns in reported for _, since_ns in self.waiting)
 
     def same_stall(self, other: Diagnosis | None) -> bool:
         """Whether some rank is still in the wait that another diagnosis was about."""
@@ -67,47 +100,44 @@ class Diagnosis:
 
 
 def diagnose(views: Sequence[RankView], now_ns: int, limit_ns: int) -> Diagnosis | None:
-    """The diagnosis on a job whose ranks of this host are `views`; None while nobody waits for too
-    long.
-    """
-    known = [view for view in views if view.page is not None]
-    waiting = [view for view in known if view.call is not None]
-    longest = min(waiting, key=_since, default=None)
-    if longest is None or now_ns - _since(longest) < _limit(longest, limit_ns):
-        return _diagnose_loaders(known, now_ns, limit_ns) if longest is None else None
-    call = longest.call
+    """Diagnose a job whose ranks on this host are `views`; None while nobody waits for too long."""
+    waiting = [(view.call.since_ns, view) for view in views if view.call is not None]
+    if not waiting:
+        return _diagnose_loaders(views, now_ns, limit_ns)
+    since_ns, longest = min(waiting, key=lambda entry: entry[0])
+    call, page = longest.call, longest.page
     assert call is not None
+    assert page is not None
+    if now_ns - since_ns < _limit_ns(page, limit_ns):
+        return None
     members = [view for view in views if not call.members or view.rank in call.members]
-    facts = _Facts(now_ns, now_ns - _since(longest), call, longest, members, list(views))
-    late = _late(facts)
-    if late:
-        return facts.diagnosis(late, *_blame_late(late[0], facts))
-    elsewhere = [view for view in members if view.call is not None and view.call.key != call.key]
-    if elsewhere:
-        return _blame_difference(facts)
-    return _blame_transport(facts)
+    stall = _Stall(now_ns, call, page.world, members, list(views))
+    if late := stall.late():
+        return _blame_late(late, stall)
+    if any(view.call is not None and view.call.key != call.key for view in members):
+        return _blame_difference(stall)
+    return _blame_transport(stall)
+
+
+def _limit_ns(page: StatusPage, limit_ns: int) -> float:
+    if page.timeout_ns <= 0:
+        return limit_ns
+    return min(limit_ns, page.timeout_ns * _SHARE_OF_TIMEOUT)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Facts:
-    """What the sentences are made of."""
+class _Stall:
+    """What the sentences are made of: the call that has lasted longest, and who is in it."""
 
     now_ns: int
-    waited_ns: int
     call: Call
-    longest: RankView
+    world: int
     members: list[RankView]
     everybody: list[RankView]
 
-    def diagnosis(
-        self, blamed: Sequence[RankView], cause: str, sentence: str, also: Sequence[RankView] = ()
-    ) -> Diagnosis:
-        waiting = tuple(
-            (view.rank, view.call.since_ns) for view in self.everybody if view.call is not None
-        )
-        ranks = tuple(view.rank for view in blamed)
-        stacks = tuple(dict.fromkeys((*ranks, *(view.rank for view in also))))
-        return Diagnosis(ranks, waiting, cause, sentence, self.waited_ns, stacks)
+    @property
+    def waited_ns(self) -> int:
+        return self.now_ns - self.call.since_ns
 
     @property
     def at_call(self) -> list[RankView]:
@@ -117,163 +147,191 @@ class _Facts:
             if view.call is not None and view.call.key == self.call.key
         ]
 
+    def late(self) -> list[RankView]:
+        """Members that are in no collective, or cannot go on in one: worst first."""
+        order = {Activity.ENDED: 0, Activity.STOPPED: 1}
+        late = [
+            view for view in self.members if view.call is None or view.activity is Activity.STOPPED
+        ]
+        return sorted(late, key=lambda view: (order.get(view.activity, 2), view.phase_since_ns))
 
-def _since(view: RankView) -> int:
-    assert view.call is not None
-    return view.call.since_ns
+    def seconds_since(self, since_ns: int) -> str:
+        return _seconds(self.now_ns - since_ns)
 
-
-def _limit(view: RankView, limit_ns: int) -> float:
-    assert view.page is not None
-    own = view.page.timeout_ns
-    return min(limit_ns, own * _SHARE_OF_TIMEOUT) if own > 0 else limit_ns
-
-
-# ---------------------------------------------------------------------------------------------- a late rank
-
-
-def _late(facts: _Facts) -> list[RankView]:
-    """Members that are in no collective, or cannot go on in one: worst first."""
-    late = [
-        view for view in facts.members if view.call is None or view.activity is Activity.STOPPED
-    ]
-    order = {Activity.ENDED: 0, Activity.STOPPED: 1}
-    return sorted(late, key=lambda view: (order.get(view.activity, 2), _phase_since(view)))
-
-
-def _phase_since(view: RankView) -> int:
-    return view.page.phase_since_ns if view.page is not None else 0
+    def diagnosis(
+        self,
+        blamed: Sequence[RankView],
+        cause: Cause,
+        sentence: str,
+        more_stacks: Sequence[RankView] = (),
+    ) -> Diagnosis:
+        waiting = tuple(
+            (view.rank, view.call.since_ns) for view in self.everybody if view.call is not None
+        )
+        ranks = tuple(view.rank for view in blamed)
+        stacks_of = tuple(dict.fromkeys((*ranks, *(view.rank for view in more_stacks))))
+        return Diagnosis(ranks, waiting, cause, sentence, self.waited_ns, stacks_of)
 
 
-def _blame_late(view: RankView, facts: _Facts) -> tuple[str, str]:
-    cause, reason, cure = _why_late(view, facts)
-    others = _ranks([one for one in facts.at_call if one.rank != view.rank]).capitalize()
-    call = facts.call.words
-    missing = f"rank {view.rank} has not reached {call}"
-    if view.call is not None:
-        missing = f"rank {view.rank} does not go on in {view.call.words}"
-    waits = f"{others} {'waits' if len(facts.at_call) == 1 else 'wait'} for it since {_seconds(facts.waited_ns)}"
-    return cause, f"{missing}; {reason}. {waits}. {cure}"
+# ------------------------------------------------------------------------------------- a late rank
 
 
-def _why_late(view: RankView, facts: _Facts) -> tuple[str, str, str]:
-    """(cause, what it does instead, what to do about it)."""
+@dataclasses.dataclass(frozen=True)
+class _Explanation:
+    """Why a rank is late: what it does instead, and what to do about it."""
+
+    cause: Cause
+    reason: str
+    cure: str
+
+
+def _blame_late(late: Sequence[RankView], stall: _Stall) -> Diagnosis:
+    view = late[0]
+    explanation = _explain(view, stall)
+    if view.call is None:
+        missing = f"rank {view.rank} has not reached {stall.call.describe()}"
+    else:
+        missing = f"rank {view.rank} is stuck in {view.call.describe()}"
+    others = [other for other in stall.at_call if other.rank != view.rank]
+    sentence = f"{missing}: {explanation.reason}. "
+    if others:
+        have = _has_or_have(others)
+        waited = _seconds(stall.waited_ns)
+        sentence += f"{_ranks(others).capitalize()} {have} been waiting for it for {waited}. "
+    return stall.diagnosis(late, explanation.cause, sentence + explanation.cure)
+
+
+def _explain(view: RankView, stall: _Stall) -> _Explanation:
     page = view.page
     if view.activity is Activity.ENDED:
-        how = describe_exit(view.exitcode) if view.exitcode is not None else "its process is gone"
-        return (
-            "ended",
-            f"it has ended ({how})",
-            "Look at its last output; every rank must make the same steps",
+        return _Explanation(
+            Cause.ENDED,
+            f"its process is gone ({describe_exit(view.exitcode)})",
+            "Check its last output; every rank must make the same number of steps",
         )
     if view.activity is Activity.STOPPED:
-        reason = "its process is stopped (SIGSTOP, Ctrl-Z or a debugger)"
-        return "stopped", reason, f"Let it go on with: kill -CONT {view.pid}"
+        return _Explanation(
+            Cause.STOPPED,
+            "its process is stopped (SIGSTOP, Ctrl-Z or a debugger)",
+            f"Resume it with: kill -CONT {view.pid}",
+        )
     if page is None:
-        return (
-            "unknown",
+        return _Explanation(
+            Cause.NO_PAGE,
             "it has no status page",
             "It may not have called paceline.init_process_group() yet",
         )
-    where = f"it is in {page.phase.words} since {_seconds(facts.now_ns - page.phase_since_ns)}"
+    in_phase = f"has been in {page.phase.describe()} for {stall.seconds_since(page.phase_since_ns)}"
     at = f" at {view.line}" if view.line else ""
-    if _skipped_backward(view, facts):
-        reason = (
-            f"it has skipped a backward ({page.forwards} forwards, {page.backwards} backwards; "
-            f"{_counts(facts.at_call)}) and {where.removeprefix('it ')}{at}"
-        )
-        return "skipped backward", reason, _CURE_SKIPPED
-    kind, doing, cure = _DOING[view.activity]
-    if page.phase is Phase.LOADER and view.activity is not Activity.RUNNING:
-        cure = (
-            "Look at the data set and the storage, use more workers (num_workers), or raise --stall-after if loading "
-            "may take so long"
-        )
-    return kind, f"{where}, {doing}{at}", cure
+    if _skipped_backward(view, stall):
+        counts = _skipped_counts(page, stall.at_call)
+        reason = f"it has skipped a backward ({counts}) and {in_phase}{at}"
+        return _Explanation(Cause.SKIPPED_BACKWARD, reason, _CURE_SKIPPED)
+    doing = _DOING[view.activity]
+    in_loader = page.phase is Phase.LOADER and view.activity is not Activity.RUNNING
+    cure = _CURE_LOADER if in_loader else doing.cure
+    return _Explanation(doing.cause, f"it {in_phase}, {doing.reason}{at}", cure)
 
 
 _DOING = {
-    Activity.RUNNING: (
-        "running",
+    Activity.RUNNING: _Explanation(
+        Cause.RUNNING,
         "running code",
-        "An endless loop, or more work than on the other ranks: look at the stack; raise --stall-after if it may take "
-        "so long",
+        "This is an endless loop, or more work than on the other ranks: check the stack, and raise "
+        "--stall-after if it is expected to take this long",
     ),
-    Activity.SLEEPING: (
+    Activity.SLEEPING: _Explanation(
+        Cause.SLEEPING,
         "sleeping",
-        "sleeping",
-        "Take the sleep out, or raise --stall-after if it is meant to be so long",
+        "Remove the sleep, or raise --stall-after if it is meant to last this long",
     ),
-    Activity.LOCK: (
-        "lock",
+    Activity.LOCK: _Explanation(
+        Cause.LOCK,
         "waiting for a lock (or another thread)",
-        "Find who holds it: the stack shows where it is wanted. A lock taken twice, or held across a fork, never opens",
+        "Find out what holds it: the stack shows where it is requested. A lock that is taken "
+        "twice, or held across a fork, is never released",
     ),
-    Activity.INPUT: (
-        "input",
+    Activity.INPUT: _Explanation(
+        Cause.INPUT,
         "waiting for input or output",
-        "Look at what it reads from: a worker, a file system, a network",
+        "Check what it reads from: a worker, a file system, a network",
     ),
-    Activity.IDLE: ("idle", "waiting", "Look at the stack"),
+    Activity.IDLE: _Explanation(Cause.IDLE, "waiting", "Check the stack"),
 }
+_CURE_LOADER = (
+    "Check the dataset and its storage, use more workers (num_workers), or raise --stall-after if "
+    "loading is expected to take this long"
+)
 _CURE_SKIPPED = (
-    "Call backward on every rank in every step: a rank without data can pass an empty batch, and a `continue` or an "
-    "`if` that only some ranks take must not jump over it"
+    "Call backward on every rank in every step: a rank without data can pass an empty batch, and a "
+    "`continue` or an `if` that only some ranks take must not skip it"
 )
 
 
-def _skipped_backward(view: RankView, facts: _Facts) -> bool:
-    """It went on past a forward without its backward, and the others did not."""
+def _skipped_backward(view: RankView, stall: _Stall) -> bool:
+    """Whether it went on after a forward without its backward, and the others did not."""
     page = view.page
-    others = [one.page for one in facts.members if one.page is not None and one.rank != view.rank]
+    others = [
+        other.page for other in stall.members if other.page is not None and other.rank != view.rank
+    ]
     if page is None or not others:
         return False
-    behind = page.backwards < max(one.backwards for one in others)
-    return behind and page.moved_on - page.backwards > max(
-        one.forwards - one.backwards for one in others
-    )
+    behind = page.backwards < max(other.backwards for other in others)
+    # Some models run several forwards for one backward: compare with what the others do.
+    usual = max(other.forwards - other.backwards for other in others)
+    return behind and page.concluded_forwards - page.backwards > usual
 
 
-def _counts(views: Sequence[RankView]) -> str:
-    pages = [view.page for view in views if view.page is not None]
-    return "; ".join(
-        f"rank {page.rank}: {page.forwards} and {page.backwards}" for page in pages[:4]
-    )
+def _skipped_counts(page: StatusPage, others: Sequence[RankView]) -> str:
+    """ "8 forwards, 7 backwards; rank 0: 8 and 8"."""
+    own = f"{page.forwards} forwards, {page.backwards} backwards"
+    pages = [view.page for view in others if view.page is not None]
+    counts = [f"rank {other.rank}: {other.forwards} and {other.backwards}" for other in pages[:4]]
+    return "; ".join([own, *counts])
 
 
-# ---------------------------------------------------------------------------------------------- different calls
+# --------------------------------------------------------------------------------- different calls
 
 
-def _blame_difference(facts: _Facts) -> Diagnosis:
-    """Everybody waits, in different collectives: find the rank whose calls differ."""
-    inside = [view for view in facts.members if view.call is not None]
-    skipped = [view for view in inside if _skipped_backward(view, facts)]
+def _blame_difference(stall: _Stall) -> Diagnosis:
+    """Every member is in a collective, but not in the same: find the rank whose calls differ."""
+    inside = [view for view in stall.members if view.call is not None]
+    skipped = [view for view in inside if _skipped_backward(view, stall)]
     if skipped:
-        view, page = skipped[0], skipped[0].page
-        assert view.call is not None
-        assert page is not None
-        others = [one for one in inside if one.rank != view.rank]
-        sentence = (
-            f"rank {view.rank} has not reached {_other_call(view, others)}: it has skipped a backward "
-            f"({page.forwards} forwards, {page.backwards} backwards; {_counts(others)}) and is in {view.call.words} "
-            f"since {_seconds(facts.now_ns - view.call.since_ns)}. {_CURE_SKIPPED}"
-        )
-        return facts.diagnosis(skipped, "skipped backward", sentence, inside)
-    odd = _odd_one(inside)
-    assert odd.call is not None
-    others = [one for one in inside if one.call is not None and one.call.key != odd.call.key]
-    sentence = (
-        f"rank {odd.rank} is in {odd.call.words} since {_seconds(facts.now_ns - odd.call.since_ns)}, which "
-        f"{_ranks(others)} did not call: {'it is' if len(others) == 1 else 'they are'} in {_other_call(odd, others)}. "
-        f"Rank {odd.rank} makes a collective call that the others do not make here (calls so far: "
-        f"{_call_counts(inside)}). "
-        "Every rank must make the same calls in the same order: look for a call inside `if rank == ...`, or a loop of "
-        "another length"
+        sentence = _describe_skipped(skipped[0], inside, stall)
+        return stall.diagnosis(skipped, Cause.SKIPPED_BACKWARD, sentence, inside)
+    odd = _odd_rank(inside)
+    sentence = _describe_extra_call(odd, inside, stall)
+    return stall.diagnosis([odd], Cause.EXTRA_COLLECTIVE, sentence, inside)
+
+
+def _describe_skipped(view: RankView, inside: Sequence[RankView], stall: _Stall) -> str:
+    assert view.call is not None
+    assert view.page is not None
+    others = [other for other in inside if other.rank != view.rank]
+    return (
+        f"rank {view.rank} has not reached {_other_call(view.call, others)}: it has skipped a "
+        f"backward ({_skipped_counts(view.page, others)}) and has been in "
+        f"{view.call.describe()} for {stall.seconds_since(view.call.since_ns)}. {_CURE_SKIPPED}"
     )
-    return facts.diagnosis([odd], "extra collective", sentence, inside)
 
 
-def _odd_one(inside: Sequence[RankView]) -> RankView:
+def _describe_extra_call(odd: RankView, inside: Sequence[RankView], stall: _Stall) -> str:
+    call = odd.call
+    assert call is not None
+    others = [view for view in inside if view.call is not None and view.call.key != call.key]
+    they_are = "it is" if len(others) == 1 else "they are"
+    return (
+        f"rank {odd.rank} has been in {call.describe()} for {stall.seconds_since(call.since_ns)}, "
+        f"which {_ranks(others)} {_has_or_have(others)} not called: {they_are} in "
+        f"{_other_call(call, others)}. Rank {odd.rank} makes a collective call that the others do "
+        f"not make here (calls so far: {_call_counts(inside)}). Every rank must make the same "
+        "calls in the same order: look for a call inside `if rank == ...`, or a loop of a "
+        "different length"
+    )
+
+
+def _odd_rank(inside: Sequence[RankView]) -> RankView:
     """The rank in the call that fewest share; between two, the one with more calls, or with the
     more unusual one.
 
@@ -285,16 +343,15 @@ def _odd_one(inside: Sequence[RankView]) -> RankView:
     def oddness(view: RankView) -> tuple[int, int, int, int]:
         assert view.call is not None
         assert view.page is not None
-        return (shares[view.call.key], -view.page.calls, view.page.same_kind, view.rank)
+        return (shares[view.call.key], -view.page.calls, view.page.calls_of_kind, view.rank)
 
     return min(inside, key=oddness)
 
 
-def _other_call(view: RankView, others: Sequence[RankView]) -> str:
-    assert view.call is not None
+def _other_call(call: Call, others: Sequence[RankView]) -> str:
     for other in others:
-        if other.call is not None and other.call.key != view.call.key:
-            return other.call.words
+        if other.call is not None and other.call.key != call.key:
+            return other.call.describe()
     return "their call"
 
 
@@ -304,58 +361,53 @@ def _call_counts(views: Sequence[RankView]) -> str:
     )
 
 
-# ---------------------------------------------------------------------------------------------- nobody late
+# ------------------------------------------------------------------------------------ no late rank
 
 
-def _blame_transport(facts: _Facts) -> Diagnosis:
-    world = facts.longest.page.world if facts.longest.page is not None else len(facts.everybody)
-    expected = len(facts.call.members) or world
-    call, waited = facts.call.words, _seconds(facts.waited_ns)
-    if len(facts.members) < expected:
+def _blame_transport(stall: _Stall) -> Diagnosis:
+    expected = len(stall.call.members) or stall.world
+    call, waited = stall.call.describe(), _seconds(stall.waited_ns)
+    if len(stall.members) < expected:
         sentence = (
-            f"all {len(facts.members)} ranks of this host wait in {call} since {waited}: the rank that is late is one "
-            f"of the {expected - len(facts.members)} on other hosts. Look at the launcher's output there, or run "
-            "`paceline ps` there"
+            f"all {len(stall.members)} ranks of this host have been waiting in {call} for "
+            f"{waited}: the late rank is one of the {expected - len(stall.members)} on other "
+            "hosts. Check the launcher's output there, or run `paceline ps` there"
         )
-        return facts.diagnosis([], "other host", sentence)
+        return stall.diagnosis([], Cause.OTHER_HOST, sentence)
     sentence = (
-        f"all ranks have reached {call} and wait in it since {waited}: nobody is late, the data does not move. Look at "
-        "the network between the hosts (interface, firewall), or at the device"
+        f"all ranks have reached {call} and have been waiting in it for {waited}: no rank is late, "
+        "but the data does not move. Check the network between the hosts (interface, firewall), or "
+        "the device"
     )
-    return facts.diagnosis([], "transport", sentence, facts.members)
+    return stall.diagnosis([], Cause.TRANSPORT, sentence, stall.members)
 
 
-def _diagnose_loaders(known: Sequence[RankView], now_ns: int, limit_ns: int) -> Diagnosis | None:
-    """Nobody waits for a peer, but a data loader may wait for its workers."""
+def _diagnose_loaders(views: Sequence[RankView], now_ns: int, limit_ns: int) -> Diagnosis | None:
+    """No rank waits for a peer, but a data loader may be waiting for its workers."""
     stuck = [
         view
-        for view in known
+        for view in views
         if view.page is not None
         and view.page.phase is Phase.LOADER
-        and now_ns - view.page.phase_since_ns >= limit_ns
+        and now_ns - view.phase_since_ns >= limit_ns
         and view.activity is not Activity.ENDED
     ]
     if not stuck:
         return None
-    view = min(stuck, key=_phase_since)
-    waited = now_ns - _phase_since(view)
-    _, doing, cure = _DOING.get(view.activity, _DOING[Activity.IDLE])
+    view = min(stuck, key=lambda view: view.phase_since_ns)
+    waited_ns = now_ns - view.phase_since_ns
+    doing = _DOING.get(view.activity, _DOING[Activity.IDLE])
+    reason, cure = doing.reason, doing.cure
     if view.activity is Activity.STOPPED:
-        doing, cure = "stopped", f"Let it go on with: kill -CONT {view.pid}"
+        reason, cure = "stopped", f"Resume it with: kill -CONT {view.pid}"
     at = f" at {view.line}" if view.line else ""
     sentence = (
-        f"{_ranks(stuck)} {'is' if len(stuck) == 1 else 'are'} in the data loader since {_seconds(waited)}, "
-        f"{doing}{at}. {cure}"
+        f"{_ranks(stuck)} {_has_or_have(stuck)} been in the data loader for "
+        f"{_seconds(waited_ns)}, {reason}{at}. {cure}"
     )
-    ranks = tuple(one.rank for one in stuck)
-    return Diagnosis(
-        ranks,
-        tuple((one.rank, _phase_since(one)) for one in stuck),
-        "loader",
-        sentence,
-        waited,
-        ranks,
-    )
+    ranks = tuple(view.rank for view in stuck)
+    waiting = tuple((view.rank, view.phase_since_ns) for view in stuck)
+    return Diagnosis(ranks, waiting, Cause.LOADER, sentence, waited_ns, ranks)
 
 
 def _ranks(views: Sequence[RankView]) -> str:
@@ -364,6 +416,10 @@ def _ranks(views: Sequence[RankView]) -> str:
         return f"rank {ranks[0]}"
     shown = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
     return f"ranks {shown}"
+
+
+def _has_or_have(views: Sequence[RankView]) -> str:
+    return "has" if len(views) == 1 else "have"
 
 
 def _seconds(ns: int) -> str:

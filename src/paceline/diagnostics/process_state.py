@@ -1,5 +1,8 @@
 """What the kernel says a rank's main thread is doing: running, sleeping, waiting for a lock,
 stopped, gone.
+
+A thread that waits has a place in the kernel where it does (`wchan`), or at least a system call
+that it is in; either tells a sleep from a lock and from input.
 """
 
 from __future__ import annotations
@@ -9,9 +12,11 @@ import enum
 import pathlib
 import platform
 
+from paceline._linux import read_stat
+
 __all__ = ["Activity", "activity_of"]
 
-# System calls by number, for kernels that do not name where a thread waits.
+# System calls by number, for kernels that do not show `wchan`.
 _SYSCALLS = {
     "x86_64": {
         230: "nanosleep",
@@ -31,6 +36,7 @@ _SYSCALLS = {
         22: "poll",
     },
 }.get(platform.machine(), {})
+# Parts of the kernel's function names in which a thread waits for input or output.
 _INPUT = (
     "poll",
     "pipe",
@@ -45,49 +51,50 @@ _INPUT = (
 
 
 class Activity(enum.Enum):
-    """One word for the state column."""
+    """What a thread is doing, as the state column of a table shows it."""
 
     RUNNING = "running"
     SLEEPING = "sleeping"
-    LOCK = "lock"  # or another thread, a condition, a queue
-    INPUT = "input"  # a pipe, a socket, a file, a child
-    IDLE = "idle"  # it waits, and the kernel does not say for what
+    # Or for another thread, a condition, a queue.
+    LOCK = "lock"
+    # A pipe, a socket, a file, a child.
+    INPUT = "input"
+    # It waits, and the kernel does not show for what.
+    IDLE = "idle"
     STOPPED = "stopped"
     ENDED = "ended"
 
 
 def activity_of(pid: int, tid: int) -> Activity:
-    """What the thread does at this moment."""
-    state = _state(f"/proc/{pid}/stat")
-    if state is None or state in "ZX":
+    """What a thread is doing at this moment."""
+    process = read_stat(pid)
+    if process is None or process.has_ended:
         return Activity.ENDED
-    if state in "Tt":
+    if process.is_stopped:
         return Activity.STOPPED
-    if _state(f"/proc/{pid}/task/{tid}/stat") == "R":
+    thread = read_stat(pid, tid)
+    if thread is not None and thread.state == "R":
         return Activity.RUNNING
-    return _kind_of_wait(_place_of_wait(f"/proc/{pid}/task/{tid}"))
+    return _activity_in(_kernel_function(f"/proc/{pid}/task/{tid}"))
 
 
-def _state(path: str) -> str | None:
-    with contextlib.suppress(OSError, IndexError):
-        return pathlib.Path(path).read_text().rpartition(")")[2].split()[0]
-    return None
-
-
-def _place_of_wait(task: str) -> str:
+def _kernel_function(task: str) -> str:
+    """Where in the kernel a thread waits: a function's name, or a system call's; "" if unknown."""
     with contextlib.suppress(OSError):
-        place = pathlib.Path(task, "wchan").read_text().strip()
-        if place not in ("", "0"):
-            return place
+        name = pathlib.Path(task, "wchan").read_text().strip()
+        if name not in ("", "0"):
+            return name
     with contextlib.suppress(OSError, ValueError, IndexError):
         number = pathlib.Path(task, "syscall").read_text().split()[0]
         return _SYSCALLS.get(int(number), "")
     return ""
 
 
-def _kind_of_wait(place: str) -> Activity:
-    if "nanosleep" in place:
+def _activity_in(kernel_function: str) -> Activity:
+    if "nanosleep" in kernel_function:
         return Activity.SLEEPING
-    if "futex" in place:
+    if "futex" in kernel_function:
         return Activity.LOCK
-    return Activity.INPUT if any(name in place for name in _INPUT) else Activity.IDLE
+    if any(name in kernel_function for name in _INPUT):
+        return Activity.INPUT
+    return Activity.IDLE

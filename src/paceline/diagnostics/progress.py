@@ -1,4 +1,4 @@
-"""A progress bar for one rank: loss, samples per second, and the share of time spent synchronising."""
+"""A progress bar: loss, samples per second, and the share of time spent on synchronisation."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
-from paceline.diagnostics.peer_pages import Peers
+from paceline.diagnostics.host_ranks import HostRanks
 from paceline.diagnostics.stragglers import Straggler
-from paceline.integrations.tensorboard import Scalars
+from paceline.integrations.tensorboard import ScalarWriter
 from paceline.telemetry.recorder import recorder
 
 if TYPE_CHECKING:
@@ -24,11 +24,11 @@ _LINE_EVERY_S = 2.0
 
 
 class Progress:
-    """Shows how a run goes on: a live bar on a terminal, a line every two seconds elsewhere.
+    """Shows the progress of a run: a live bar on a terminal, a line every two seconds elsewhere.
 
     `terminal` is the path of the terminal to draw on, for a rank whose own output goes through a
-    launcher; by default the bar is drawn where standard error goes, if that is a terminal. One rank
-    should have one: `paceline.is_main()`. `tensorboard` is a directory for the same figures as
+    launcher; by default the bar is drawn where standard error goes, if that is a terminal. Enable
+    it on one rank: `paceline.is_main()`. `tensorboard` is a directory for the same figures as
     scalars (needs `pip install 'paceline[tensorboard]'`).
     """
 
@@ -48,8 +48,8 @@ class Progress:
         self._start = self._last_line = 0.0
         self._done = 0
         self._samples = 0
-        self._peers = Peers()
-        self._scalars = Scalars(tensorboard) if tensorboard is not None and enabled else None
+        self._host_ranks = HostRanks()
+        self._scalars = ScalarWriter(tensorboard) if tensorboard is not None and enabled else None
         self._sync_s = 0.0
 
     def __enter__(self) -> Self:
@@ -69,8 +69,8 @@ class Progress:
             self._scalars.close()
 
     def step(self, loss: float, samples: int, sync_s: float) -> None:
-        """One step is done: its loss, the samples of all ranks, and the seconds this rank waited
-        for others.
+        """Report a step: its loss, the samples of all ranks, and the seconds this rank waited for
+        others.
         """
         self._done += 1
         recorder.scalars(loss, samples)
@@ -101,22 +101,22 @@ class Progress:
 
     @property
     def sync_share(self) -> float:
-        """Which part of the time so far went into synchronising."""
+        """The share of the time so far that went into synchronisation."""
         return self._sync_s / max(time.perf_counter() - self._start, 1e-9)
 
     @property
     def straggler(self) -> Straggler | None:
-        """The rank of this host that the others waited for lately, if there is one; looked for
-        every two seconds.
+        """The rank of this host that the others have waited for lately, if there is one; looked
+        for every two seconds.
         """
-        return self._peers.straggler()
+        return self._host_ranks.straggler()
 
     def _text(self, loss: float) -> str:
         text = (
             f"loss {loss:.4f}  {self.samples_per_second:,.0f} samples/s  sync {self.sync_share:.1%}"
         )
         slow = self.straggler
-        return text if slow is None else f"{text}  {slow.words}"
+        return text if slow is None else f"{text}  {slow.describe()}"
 
     def _draw_on_terminal(self) -> _Bar:
         from rich.console import Console
@@ -125,7 +125,8 @@ class Progress:
 
         file = None
         if self._terminal is not None:
-            file = self._stack.enter_context(pathlib.Path(self._terminal).open("w"))  # noqa: SIM115 - it is one
+            # The exit stack is the context manager.
+            file = self._stack.enter_context(pathlib.Path(self._terminal).open("w"))  # noqa: SIM115
         console = Console(file=file, stderr=file is None, force_terminal=True)
         columns = (
             BarColumn(),

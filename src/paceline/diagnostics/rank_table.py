@@ -1,5 +1,5 @@
-"""The table of ranks, and the page that is printed when a job stands still: plain text, one line
-per rank.
+"""The table of ranks, and the page that is printed when a job makes no progress: plain text, one
+line per rank.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from paceline.diagnostics.diagnosis import Diagnosis, RankView
 from paceline.diagnostics.process_state import Activity
+from paceline.diagnostics.stack_reader import Stack
 from paceline.errors import describe_exit
-from paceline.telemetry.stack_dump import Stack
 
 __all__ = ["COLUMNS", "cells", "stall_page", "table"]
 
@@ -19,23 +19,23 @@ _RIGHT = {"rank", "pid", "step", "since"}
 
 
 def cells(view: RankView, now_ns: int) -> tuple[str, ...]:
-    """One rank's line."""
+    """One rank's row."""
     page = view.page
     if page is None or view.activity is Activity.ENDED:
         ended = describe_exit(view.exitcode) if view.exitcode is not None else "ended"
-        what = ended if view.activity is Activity.ENDED else "no status page"
-        return (str(view.rank), str(view.pid), what, "", "", "", "")
+        state = ended if view.activity is Activity.ENDED else "no status page"
+        return (str(view.rank), str(view.pid), state, "", "", "", "")
     state = view.activity.value
     if page.call is not None and view.activity is not Activity.STOPPED:
         state = "waiting"
-    where = page.call.words if page.call is not None else view.line
+    where = page.call.describe() if page.call is not None else view.line
     since = f"{(now_ns - page.since_ns) / 1e9:.1f} s"
     phase = page.phase.name.lower()
     return (str(view.rank), str(view.pid), state, phase, str(page.step), since, where)
 
 
 def table(views: Sequence[RankView], now_ns: int, blamed: Sequence[int] = ()) -> str:
-    """All ranks, blamed ones marked."""
+    """A row for each rank, those to blame marked."""
     rows = [COLUMNS, *(cells(view, now_ns) for view in views)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
     lines = []
@@ -65,14 +65,15 @@ def stall_page(
     ]
     for view in views:
         if view.rank in diagnosis.stacks_of:
-            parts.append(_stack_of(view, stacks.get(view.rank)))
+            parts.append(_describe_stack(view, stacks.get(view.rank)))
     parts.append(f"diagnosis: {diagnosis.sentence}")
     return "\n".join(parts)
 
 
-def _stack_of(view: RankView, stack: Stack | None) -> str:
+def _describe_stack(view: RankView, stack: Stack | None) -> str:
+    rank = f"rank {view.rank} (pid {view.pid})"
     if stack is not None:
-        return f"rank {view.rank} (pid {view.pid}), innermost call last:\n{stack.text}"
+        return f"{rank}, innermost call last:\n{stack.format()}"
     if view.activity is Activity.STOPPED:
-        return f"rank {view.rank} (pid {view.pid}): no stack while it is stopped (py-spy could read one)"
-    return f"rank {view.rank} (pid {view.pid}): no stack could be had"
+        return f"{rank}: no stack while it is stopped (with py-spy installed, one could be read)"
+    return f"{rank}: its stack could not be read"

@@ -2,130 +2,52 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from paceline.telemetry.collective_recorder import CallNotes
+from paceline.telemetry.collective_recorder import CollectiveRecorder
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
 from paceline.telemetry.variables import RUN_ID, STALL_AFTER, TRACE, WATCHED, stall_after_s
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from paceline.diagnostics.diagnosis import Diagnosis
-    from paceline.diagnostics.peer_pages import Peers
+    from paceline.diagnostics.host_ranks import HostRanks
     from paceline.diagnostics.stall_watcher import StallWatch
 
 __all__ = ["begin", "end", "joined", "paused", "trace"]
 
 
-class _Session:
-    """What this process has set up: process-wide, as torch's default group is."""
+class _TorchHooks:
+    """Everything in torch that reports to the recorder: process groups and optimizers."""
 
-    notes: CallNotes | None = None
-    stall_watch: StallWatch | None = None
-    handles: tuple[Any, ...] = ()
+    def __init__(self) -> None:
+        from paceline.backend.process_group import PacelineGroup
+        from paceline.backend.work import DoneWork, PendingWork
 
+        self._collectives = CollectiveRecorder([PacelineGroup], [PendingWork], DoneWork)
+        self._optimizers: tuple[RemovableHandle, ...] = ()
 
-def begin(rank: int, world: int, *, job: str | None = None) -> None:
-    """A process knows its place: show what it does from here on, and trace it if the environment
-    asks for that.
-    """
-    recorder.open_page(
-        job=job or os.environ.get(RUN_ID) or uuid.uuid4().hex, rank=rank, world=world
-    )
-    directory = os.environ.get(TRACE)
-    if directory and recorder.trace is None:
-        recorder.start_trace(directory, rank, world)
-    # A script may make its groups with torch's own functions. Without torch it has to be one of
-    # ours to be noted.
-    if "torch.distributed" in sys.modules:
-        _note_calls()
+    def install(self) -> None:
+        self._collectives.install()
+        self._optimizers = _hook_optimizers()
+
+    def remove(self) -> None:
+        self._collectives.uninstall()
+        for handle in self._optimizers:
+            handle.remove()
+        self._optimizers = ()
 
 
-def _note_calls() -> None:
-    if _Session.notes is None:
-        _Session.notes = CallNotes()
-        _Session.notes.install()
-        _Session.handles = _note_optimizers()
-
-
-def joined(rank: int, world: int, *, job: str, timeout_s: float) -> None:
-    """The default group is there: note its calls, and watch for stalls if no launcher does."""
-    begin(rank, world, job=job)
-    recorder.page.words[Field.TIMEOUT] = int(timeout_s * 1e9)
-    recorder.phase(Phase.OTHER)
-    limit = stall_after_s(os.environ.get(STALL_AFTER))
-    if world > 1 and os.environ.get(WATCHED) != "1" and _Session.stall_watch is None:
-        _Session.stall_watch = _watch_others(rank, limit)
-
-
-def _watch_others(rank: int, limit_s: float) -> StallWatch:
-    from paceline.diagnostics.peer_pages import (
-        Peers,  # ranks of a launcher do without: it does this for them
-    )
-    from paceline.diagnostics.stall_watcher import StallWatch
-
-    peers = Peers()
-    watch = StallWatch(peers.views, _say, limit_s, lambda: _is_on_duty(peers, rank), _mark)
-    watch.start()
-    return watch
-
-
-def _is_on_duty(peers: Peers, rank: int) -> bool:
-    """The first rank of a host that can: one that is stopped, or stuck with Python's lock held,
-    cannot tell.
-    """
-    recorder.page.words[Field.WATCHED_AT] = time.monotonic_ns()
-    return peers.nobody_watches_before(rank)
-
-
-def end() -> None:
-    """The process leaves its job."""
-    stall_watch, _Session.stall_watch = _Session.stall_watch, None
-    if stall_watch is not None:
-        stall_watch.stop()
-    notes, _Session.notes = _Session.notes, None
-    if notes is not None:
-        notes.remove()
-    for handle in _Session.handles:
-        handle.remove()
-    _Session.handles = ()
-    recorder.stop_trace()
-    recorder.close_page()
-
-
-def _mark(diagnosis: Diagnosis) -> None:
-    """A rank that takes the watch over again shall not repeat what was told meanwhile."""
-    recorder.page.words[Field.TOLD] = diagnosis.waiting[0][1]
-
-
-@contextmanager
-def paused() -> Iterator[None]:
-    """Leave torch's classes and optimizers alone inside the block: for measuring what noting costs."""
-    notes, handles = _Session.notes, _Session.handles
-    if notes is not None:
-        notes.remove()
-    for handle in handles:
-        handle.remove()
-    try:
-        yield
-    finally:
-        if notes is not None:
-            notes.install()
-            _Session.handles = _note_optimizers()
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"paceline: {text}\n")
-    sys.stderr.flush()
-
-
-def _note_optimizers() -> tuple[Any, ...]:
+def _hook_optimizers() -> tuple[RemovableHandle, ...]:
     from torch.optim.optimizer import (
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
@@ -133,27 +55,121 @@ def _note_optimizers() -> tuple[Any, ...]:
 
     optimizer, other = int(Phase.OPTIMIZER), int(Phase.OTHER)
 
-    def before(*_: Any) -> None:
+    def before(*_: object) -> None:
         recorder.phase(optimizer)
 
-    def after(*_: Any) -> None:
+    def after(*_: object) -> None:
         recorder.phase(other, again=True)
 
     return register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 
 
+@dataclasses.dataclass
+class _Session:
+    """What this process has set up: process-wide, as torch's default group is."""
+
+    hooks: _TorchHooks | None = None
+    stall_watch: StallWatch | None = None
+
+
+_session = _Session()
+
+
+def begin(rank: int, world: int, *, job: str | None = None) -> None:
+    """Start to observe a process that knows its rank; trace it if the environment asks for that."""
+    recorder.open_page(
+        job=job or os.environ.get(RUN_ID) or uuid.uuid4().hex, rank=rank, world=world
+    )
+    directory = os.environ.get(TRACE)
+    if directory and recorder.trace is None:
+        recorder.start_trace(directory, rank, world)
+    # A script may make its groups with torch's own functions. If torch is not imported yet, it has
+    # to join with ours to be observed.
+    if "torch.distributed" in sys.modules and _session.hooks is None:
+        _session.hooks = _TorchHooks()
+        _session.hooks.install()
+
+
+def joined(rank: int, world: int, *, job: str, timeout_s: float) -> None:
+    """The default group exists: record its calls, and watch for stalls if no launcher does."""
+    begin(rank, world, job=job)
+    recorder.page.fields[Field.TIMEOUT] = int(timeout_s * 1e9)
+    recorder.phase(Phase.OTHER)
+    limit_s = stall_after_s(os.environ.get(STALL_AFTER))
+    if world > 1 and os.environ.get(WATCHED) != "1" and _session.stall_watch is None:
+        _session.stall_watch = _watch_peers(rank, limit_s)
+
+
+def _watch_peers(rank: int, limit_s: float) -> StallWatch:
+    # Imported here: ranks of a launcher, which watches for them, do without.
+    from paceline.diagnostics.host_ranks import HostRanks
+    from paceline.diagnostics.stall_watcher import StallWatch
+
+    peers = HostRanks()
+    watch = StallWatch(
+        peers.views, _report, limit_s, lambda: _is_on_duty(peers, rank), _mark_reported
+    )
+    watch.start()
+    return watch
+
+
+def _is_on_duty(peers: HostRanks, rank: int) -> bool:
+    """Whether this rank is the one of its host to report stalls: the lowest one that can. A rank
+    that is stopped, or stuck while it holds the GIL, cannot.
+    """
+    recorder.page.fields[Field.WATCHED_AT] = time.monotonic_ns()
+    return not peers.is_watched_below(rank)
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"paceline: {text}\n")
+    sys.stderr.flush()
+
+
+def _mark_reported(diagnosis: Diagnosis) -> None:
+    """Keep another rank that goes on duty from reporting the same stall again."""
+    recorder.page.fields[Field.REPORTED_WAIT] = diagnosis.waiting[0][1]
+
+
+def end() -> None:
+    """The process leaves its job."""
+    stall_watch, _session.stall_watch = _session.stall_watch, None
+    if stall_watch is not None:
+        stall_watch.stop()
+    hooks, _session.hooks = _session.hooks, None
+    if hooks is not None:
+        hooks.remove()
+    recorder.stop_trace()
+    recorder.close_page()
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Leave torch's classes and optimizers alone inside the block: to measure what telemetry
+    costs.
+    """
+    hooks = _session.hooks
+    if hooks is not None:
+        hooks.remove()
+    try:
+        yield
+    finally:
+        if hooks is not None:
+            hooks.install()
+
+
 @contextmanager
 def trace(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what this rank does inside the block; `paceline report DIRECTORY` makes a page of all
-    ranks' records.
+    """Record what this rank does inside the block; `paceline report DIRECTORY` makes one page of
+    all ranks' records.
 
         with paceline.trace("runs/today"):
             train()
 
     Call it on every rank, after `init_process_group()`.
     """
-    page = recorder.page.words
-    rank, world = int(page[Field.RANK]), max(1, int(page[Field.WORLD]))
+    fields = recorder.page.fields
+    rank, world = int(fields[Field.RANK]), max(1, int(fields[Field.WORLD]))
     recorder.start_trace(os.fspath(directory), rank, world)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Watches the ranks of this host from a thread and prints a page when they stop making progress."""
+"""Watches the ranks of this host from a thread and reports when they stop making progress."""
 
 from __future__ import annotations
 
@@ -9,34 +9,32 @@ import time
 from collections.abc import Callable, Mapping
 
 from paceline.diagnostics.diagnosis import Diagnosis, RankView, diagnose
+from paceline.diagnostics.page_reader import StatusPage, find_pages, read_page
 from paceline.diagnostics.process_state import Activity, activity_of
 from paceline.diagnostics.rank_table import stall_page
-from paceline.telemetry import stack_dump
-from paceline.telemetry.stack_dump import Stack
-from paceline.telemetry.status_page import StatusPage, find_pages, read_page
+from paceline.diagnostics.stack_reader import Stack, main_stack, request_stacks
 
-__all__ = ["StallWatch", "ask_stacks", "look", "look_at", "look_at_processes"]
+__all__ = ["StallWatch", "look_at_job", "look_at_page", "look_at_processes", "main_stacks"]
 
 _LOOK_EVERY_S = 0.5
-_MOST_STACKS = 8  # a page shall stay one page
-
-_Look = Callable[[], list[RankView]]
+_MOST_STACKS = 8  # a stall page shall stay one page
 
 
-def look(job: str | None = None) -> list[RankView]:
-    """All ranks of a job on this host, found by their pages."""
-    return [look_at(page) for page in find_pages(job)]
+def look_at_job(job: str | None = None) -> list[RankView]:
+    """All ranks of a job on this host, or of all jobs, found by their pages."""
+    return [look_at_page(page) for page in find_pages(job)]
 
 
-def look_at(page: StatusPage) -> RankView:
+def look_at_page(page: StatusPage) -> RankView:
+    """A rank that has this page."""
     return RankView(page.rank, page.pid, page, activity_of(page.pid, page.main_tid))
 
 
 def look_at_processes(
     pids: Mapping[int, int], exitcodes: Mapping[int, int | None], last: dict[int, StatusPage]
 ) -> list[RankView]:
-    """Ranks a launcher started itself, with how they ended; `last` keeps what their pages said
-    before.
+    """The ranks that a launcher started itself, with their exit codes if they have ended; `last`
+    keeps the latest page of each.
     """
     views = []
     for rank, pid in sorted(pids.items()):
@@ -46,31 +44,36 @@ def look_at_processes(
         page = read_page(pid)
         if page is not None:
             last[rank] = page
-            views.append(look_at(page))
+            views.append(look_at_page(page))
         else:
             views.append(RankView(rank, pid))
     return views
 
 
 class StallWatch:
-    """A thread that looks at the ranks twice a second. Says each stall once, and when it is over."""
+    """A thread that looks at the ranks twice a second and reports each stall once, and its end.
+
+    Where there is no launcher, every rank runs such a thread and one of them is on duty: `on_duty`
+    answers that, and `mark_reported` lets the others know what has been reported.
+    """
 
     def __init__(
         self,
-        look_now: _Look,
-        say: Callable[[str], None],
+        look: Callable[[], list[RankView]],
+        report: Callable[[str], None],
         limit_s: float,
         on_duty: Callable[[], bool] = lambda: True,
-        told: Callable[[Diagnosis], None] = lambda _: None,
+        mark_reported: Callable[[Diagnosis], None] = lambda _: None,
     ) -> None:
-        self._look = look_now
-        self._say = say
+        self._look = look
+        self._report = report
         self._on_duty = on_duty
-        self._mark = told
+        self._mark_reported = mark_reported
         self._limit_ns = int(limit_s * 1e9)
         self._pause_s = min(_LOOK_EVERY_S, limit_s / 4)
         self._stop = threading.Event()
-        self._told: Diagnosis | None = None
+        # The stall that was reported and is not over yet.
+        self._current: Diagnosis | None = None
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
         self._owner = os.getpid()
 
@@ -85,54 +88,55 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            # Whoever told of a stall also tells of its end.
-            if self._on_duty() or self._told is not None:
+            # Whoever reported a stall also reports its end.
+            if self._on_duty() or self._current is not None:
                 self.look_once()
 
     def look_once(self) -> None:
-        """One look; prints if a stall began or ended."""
+        """Look at the ranks, and report if a stall has begun or ended."""
         views = self._look()
         diagnosis = diagnose(views, time.monotonic_ns(), self._limit_ns)
-        if diagnosis is None or not diagnosis.same_stall(self._told):
-            self._tell_end(views)
-        if diagnosis is not None and self._told is None and not diagnosis.told_by(views):
-            self._told = diagnosis
-            self._mark(diagnosis)
-            self._tell(diagnosis, views)
+        if diagnosis is None or not diagnosis.same_stall(self._current):
+            self._report_if_over(views)
+        if diagnosis is not None and self._current is None and not diagnosis.reported_by(views):
+            self._current = diagnosis
+            self._mark_reported(diagnosis)
+            self._report_stall(diagnosis, views)
 
-    def _tell(self, diagnosis: Diagnosis, views: list[RankView]) -> None:
-        found = ask_stacks([view for view in views if view.rank in diagnosis.stacks_of])
-        views = [_with_line(view, found.get(view.rank)) for view in views]
+    def _report_stall(self, diagnosis: Diagnosis, views: list[RankView]) -> None:
+        stacks = main_stacks([view for view in views if view.rank in diagnosis.stacks_of])
+        views = [_with_line(view, stacks.get(view.rank)) for view in views]
         now = time.monotonic_ns()
         # Once more, now that the lines are known. If the stall has ended meanwhile, the first
-        # diagnosis was true, too.
+        # diagnosis was true all the same.
         again = diagnose(views, now, self._limit_ns)
-        self._say(stall_page(again if again is not None else diagnosis, views, found, now))
+        self._report(stall_page(again if again is not None else diagnosis, views, stacks, now))
 
-    def _tell_end(self, views: list[RankView]) -> None:
-        told, self._told = self._told, None
-        if told is None:
+    def _report_if_over(self, views: list[RankView]) -> None:
+        stall = self._current
+        if stall is None:
             return
         waiting = {(view.rank, view.page.since_ns) for view in views if view.page is not None}
-        if waiting & set(told.waiting):
-            self._told = told
-        elif any(view.activity is not Activity.ENDED for view in views):
-            blamed = f" (it waited for rank {told.blamed[0]})" if told.blamed else ""
-            self._say(f"the job makes progress again{blamed}")
+        if waiting & set(stall.waiting):
+            return
+        self._current = None
+        if any(view.activity is not Activity.ENDED for view in views):
+            blamed = f" (it was waiting for rank {stall.blamed[0]})" if stall.blamed else ""
+            self._report(f"the job is making progress again{blamed}")
 
 
-def ask_stacks(views: list[RankView]) -> dict[int, Stack]:
-    """The main threads' stacks of these ranks, as far as they can be had."""
-    found: dict[int, Stack] = {}
+def main_stacks(views: list[RankView]) -> dict[int, Stack]:
+    """The main threads' stacks of these ranks, as far as they can be read."""
+    stacks: dict[int, Stack] = {}
     for view in views[:_MOST_STACKS]:
         if view.page is None or view.activity is Activity.ENDED:
             continue
-        stack = stack_dump.main_stack(stack_dump.ask(view.page), view.page)
+        stack = main_stack(request_stacks(view.page), view.page)
         if stack is not None:
-            found[view.rank] = stack
-    return found
+            stacks[view.rank] = stack
+    return stacks
 
 
 def _with_line(view: RankView, stack: Stack | None) -> RankView:
     frame = stack.innermost if stack is not None else None
-    return view if frame is None else dataclasses.replace(view, line=frame.words)
+    return view if frame is None else dataclasses.replace(view, line=frame.describe())

@@ -1,8 +1,8 @@
-"""Who waited for whom, and what made the late one late. Pure: from arrival times to waits.
+"""Which rank the others waited for, and what made it late. Pure: from arrival times to waits.
 
-All ranks of a host share a clock. At each sync_point the last to arrive is charged with the time
-the others waited; the attribute_wait goes to the phases in which it was slower than the others
-since the sync_point before, in proportion.
+All ranks of a host share a clock. At each sync point the waiting of all ranks is attributed to the
+one that arrived last, and there to the phases in which it was slower than the others since the sync
+point before, in proportion to the excess over their median.
 """
 
 from __future__ import annotations
@@ -12,20 +12,26 @@ import dataclasses
 import statistics
 from collections.abc import Mapping, Sequence
 
-from paceline.telemetry.status_page import PHASES, Phase, SyncPoint
+from paceline.diagnostics.page_reader import SyncPoint
+from paceline.telemetry.status_page import PHASES, Phase
 
 __all__ = ["SLOWER_BY", "WaitAttribution", "Straggler", "attribute_wait", "find_straggler"]
 
-SLOWER_BY = 0.1  # named from this share of the time on
+# From this share of the others' time on, a rank is named as a straggler.
+SLOWER_BY = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class WaitAttribution:
-    """The waiting of all ranks over some sync_points, by who caused it and in which phase."""
+    """The waiting of all ranks over some sync points, by who caused it and in which phase.
 
-    waited_ns: Mapping[tuple[int, Phase], int]  # (late rank, phase) -> waiting of the others
-    waited_by_ns: Mapping[tuple[int, int], int]  # (waiting rank, late rank)
-    span_ns: int  # from the first arrival to the last departure
+    `waited_ns` is by (late rank, phase), `waited_by_ns` by (waiting rank, late rank). `span_ns`
+    reaches from the first arrival to the last departure.
+    """
+
+    waited_ns: Mapping[tuple[int, Phase], int]
+    waited_by_ns: Mapping[tuple[int, int], int]
+    span_ns: int
     sync_points: int
 
     @property
@@ -33,68 +39,76 @@ class WaitAttribution:
         return sum(self.waited_ns.values())
 
     def share(self, rank: int, phase: Phase) -> float:
-        """Which part of all waiting is charged to a rank's phase."""
+        """Which part of all waiting is attributed to a rank's phase."""
         return self.waited_ns.get((rank, phase), 0) / self.total_ns if self.total_ns else 0.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Straggler:
-    """A rank that holds the others up."""
+    """A rank that holds the others up, for a share of their time."""
 
     rank: int
     phase: Phase
-    share: float  # of the others' time
+    share: float
 
-    @property
-    def words(self) -> str:
-        return f"rank {self.rank} is slower in {self.phase.words}: the others wait {self.share:.0%} of the time"
+    def describe(self) -> str:
+        return (
+            f"rank {self.rank} is slower in {self.phase.describe()}: "
+            f"the others wait {self.share:.0%} of the time"
+        )
 
 
 def attribute_wait(sync_points: Mapping[int, Sequence[SyncPoint]]) -> WaitAttribution:
-    """Charge all waiting. `sync_points` has each rank's own records; those that not all ranks have
-    are left out.
+    """Attribute all waiting. `sync_points` has the records of each rank; those that not all ranks
+    have are left out.
     """
     by_rank = {
-        rank: {(one.group, one.number): one for one in found} for rank, found in sync_points.items()
+        rank: {(point.group, point.number): point for point in points}
+        for rank, points in sync_points.items()
     }
-    common = set.intersection(*(set(found) for found in by_rank.values())) if by_rank else set()
+    common = set.intersection(*(set(points) for points in by_rank.values())) if by_rank else set()
     waited: collections.Counter[tuple[int, Phase]] = collections.Counter()
     waited_by: collections.Counter[tuple[int, int]] = collections.Counter()
     for key in common:
-        _attribute_one({rank: found[key] for rank, found in by_rank.items()}, waited, waited_by)
-    times = [
-        (found[key].arrived_ns, found[key].left_ns) for key in common for found in by_rank.values()
-    ]
-    span = max(left for _, left in times) - min(arrived for arrived, _ in times) if times else 0
+        arrivals = {rank: points[key] for rank, points in by_rank.items()}
+        _attribute_sync_point(arrivals, waited, waited_by)
+    shared = [points[key] for key in common for points in by_rank.values()]
+    span = 0
+    if shared:
+        span = max(point.left_ns for point in shared) - min(point.arrived_ns for point in shared)
     return WaitAttribution(dict(waited), dict(waited_by), span, len(common))
 
 
-def _attribute_one(
-    records: Mapping[int, SyncPoint],
+def _attribute_sync_point(
+    arrivals: Mapping[int, SyncPoint],
     waited: collections.Counter[tuple[int, Phase]],
     waited_by: collections.Counter[tuple[int, int]],
 ) -> None:
-    late = max(records, key=lambda rank: records[rank].arrived_ns)
-    last = records[late].arrived_ns
+    late = max(arrivals, key=lambda rank: arrivals[rank].arrived_ns)
+    others = {rank: point for rank, point in arrivals.items() if rank != late}
     total = 0
-    for rank, one in records.items():
-        if rank != late:
-            waited_by[rank, late] += last - one.arrived_ns
-            total += last - one.arrived_ns
-    others = [one.spent_ns for rank, one in records.items() if rank != late]
-    if not total or not others:
+    for rank, point in others.items():
+        wait = arrivals[late].arrived_ns - point.arrived_ns
+        waited_by[rank, late] += wait
+        total += wait
+    if not total:
         return
-    excess = {}
-    for phase in PHASES:
-        usual = statistics.median(spent[phase] for spent in others)
-        if phase is not Phase.SYNCHRONISE and records[late].spent_ns[phase] > usual:
-            excess[phase] = records[late].spent_ns[phase] - usual
+    excess = _excess(arrivals[late], list(others.values()))
     whole = sum(excess.values())
     if not whole:
         waited[late, Phase.OTHER] += total
-        return
     for phase, part in excess.items():
         waited[late, phase] += int(total * part / whole)
+
+
+def _excess(late: SyncPoint, others: Sequence[SyncPoint]) -> dict[Phase, float]:
+    """How much longer than the others' median the late rank was in each phase, where it was."""
+    excess: dict[Phase, float] = {}
+    for phase in PHASES:
+        usual = statistics.median(point.spent_ns[phase] for point in others)
+        if phase is not Phase.SYNCHRONISE and late.spent_ns[phase] > usual:
+            excess[phase] = late.spent_ns[phase] - usual
+    return excess
 
 
 def find_straggler(
@@ -109,13 +123,13 @@ def find_straggler(
     for (rank, _), ns in waits.waited_ns.items():
         by_rank[rank] += ns
     rank, ns = by_rank.most_common(1)[0]
-    # Ranks that hold each other up in turn are not slow, they are only uneven.
-    net = ns - max((other for one, other in by_rank.items() if one != rank), default=0)
+    # Ranks that hold each other up in turn are not slow, only uneven.
+    net = ns - max((other_ns for other, other_ns in by_rank.items() if other != rank), default=0)
     share = net / (waits.span_ns * (ranks - 1))
     if share < slower_by:
         return None
     phase = max(
-        (phase for one, phase in waits.waited_ns if one == rank),
-        key=lambda p: waits.waited_ns[rank, p],
+        (phase for late, phase in waits.waited_ns if late == rank),
+        key=lambda phase: waits.waited_ns[rank, phase],
     )
     return Straggler(rank, phase, share)

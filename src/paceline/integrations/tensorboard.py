@@ -1,16 +1,15 @@
-"""Scalars for TensorBoard, for those who ask for them: nothing here is imported otherwise."""
+"""Scalars for TensorBoard. TensorBoard itself is imported only when a writer is made."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from paceline.errors import ConfigError
 
-__all__ = ["Scalars"]
+__all__ = ["ScalarWriter"]
 
 
-class Scalars:
+class ScalarWriter:
     """Writes one point per name and step to a directory that TensorBoard reads."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -18,11 +17,13 @@ class Scalars:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
-                f"scalars for TensorBoard need its package ({error}): pip install 'paceline[tensorboard]'"
+                f"scalars for TensorBoard need its package ({error}): "
+                "pip install 'paceline[tensorboard]'"
             ) from error
-        self._writer: Any = SummaryWriter(os.fspath(directory))
+        self._writer: SummaryWriter = SummaryWriter(os.fspath(directory))
 
     def write(self, step: int, **values: float) -> None:
+        """Write the values of a step."""
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 

@@ -43,8 +43,8 @@ from paceline.telemetry.variables import WATCHED
 
 if TYPE_CHECKING:
     from paceline.diagnostics.diagnosis import RankView
+    from paceline.diagnostics.page_reader import StatusPage
     from paceline.diagnostics.stall_watcher import StallWatch
-    from paceline.telemetry.status_page import StatusPage
 
 __all__ = ["Plan", "Failure", "JobResult", "Supervisor"]
 

@@ -1,9 +1,7 @@
-"""What this process is doing, noted as it goes: on its status page, and in its trace if there is
-one.
+"""Records what this process is doing: on its status page, and in its trace if there is one.
 
-There is one recorder in a process, as there is one default group. It always notes - into private
-memory until `open_page` shares it - so that the places that call it need not ask whether anybody
-looks.
+There is one recorder in a process, as there is one default group. It always records - into private
+memory until `open_page` shares it - so that its callers need not ask whether anybody reads.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterator, Sequence
 
-from paceline.telemetry import stack_dump
+from paceline.telemetry.stack_dump import StackDump
 from paceline.telemetry.status_page import (
     NO_BUCKET,
     PHASES,
@@ -26,20 +24,21 @@ from paceline.telemetry.status_page import (
     WaitLabel,
     script_name,
 )
-from paceline.telemetry.trace_file import Kind, TraceWriter
+from paceline.telemetry.trace_writer import Kind, TraceWriter
 
 __all__ = ["Recorder", "group_number", "recorder"]
 
 # Plain numbers: looking a name up in an enumeration costs more than the write itself.
 _SEQUENCE, _PHASE, _PHASE_SINCE = int(Field.SEQUENCE), int(Field.PHASE), int(Field.PHASE_SINCE)
 _CALL_BUCKET, _SYNCS = int(Field.CALL_BUCKET), int(Field.SYNCS)
-_FORWARDS, _MOVED_ON = int(Field.FORWARDS), int(Field.MOVED_ON)
+_FORWARDS, _CONCLUDED_FORWARDS = int(Field.FORWARDS), int(Field.CONCLUDED_FORWARDS)
 _SYNCHRONISE = int(Phase.SYNCHRONISE)
-_SYNC_POINT, _FILL, _FLIGHT = int(Kind.MEETING), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
+_SYNC_POINT, _FILL, _FLIGHT = int(Kind.SYNC_POINT), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
 _SHORTEST_SPAN_NS = 1000
 _FOLLOWS_BACKWARD = [phase in (Phase.LOADER, Phase.FORWARD, Phase.OPTIMIZER) for phase in PHASES]
+# The counter that a phase's beginning raises; 0 for none.
 _COUNTS = {Phase.BACKWARD: int(Field.BACKWARDS), Phase.OPTIMIZER: int(Field.OPTIMIZER_STEPS)}
-_COUNTED = [_COUNTS.get(phase, 0) for phase in PHASES]
+_COUNTER_OF_PHASE = [_COUNTS.get(phase, 0) for phase in PHASES]
 _NOTHING_SPENT = [0] * len(PHASES)
 # Neighbours on the page, written at once: PHASE, PHASE_SINCE, CALL_SINCE, CALL_GROUP, CALL_NUMBER,
 # CALL_BUCKET.
@@ -55,49 +54,57 @@ def group_number(name: str) -> int:
 
 
 class Recorder:
-    """Notes phases, waits and counts. Not locked: under the GIL a torn note is at worst a wrong
-    line for a moment.
+    """Records phases, waits and counts of the main thread.
+
+    Time is divided into spans: each belongs to the phase this rank was in, and ends where the next
+    phase or a wait begins. A wait is everything between the outermost `enter` and its `leave`; when
+    it is over, it becomes a sync point, which carries the time spent in each phase since the sync
+    point before. Nothing is locked: with the GIL, an update that a second thread tears is at worst
+    a wrong line for a moment.
+
+    `phase`, `enter`, `leave` and `count` run many times in a step. They are plain stores with local
+    bindings; keep them so.
     """
 
     def __init__(self) -> None:
         self.page = PageMemory()
-        self._words = self.page.words  # the page's own: one look-up less in every note
+        # The page's own fields: one look-up less in every update.
+        self._fields = self.page.fields
+        self._stack_dump: StackDump | None = None
         self.trace: TraceWriter | None = None
-        # somebody may see the page, or there is a trace; no property, it is asked in every step
+        # Whether the page is shared or there is a trace. No property: every step asks.
         self.watched = False
         self.job = ""
         self._phase = int(Phase.STARTING)
         self._since = _clock()
         self._spent = _NOTHING_SPENT.copy()
         self._depth = 0
-        self._sequence = 0  # on the page: odd while it is being written
+        self._sequence = 0
         self._arrived = 0
         self._group = self._number = 0
-        self._words[_PHASE], self._words[_PHASE_SINCE] = self._phase, self._since
+        self._fields[_PHASE], self._fields[_PHASE_SINCE] = self._phase, self._since
 
-    # -- phases ----------------------------------------------------------------------------------------------------
+    # -- phases ------------------------------------------------------------------------------------
 
     def phase(self, phase: int, *, again: bool = False) -> None:
-        """From now on this rank is in another phase; `again` if it goes back to one it had begun
-        before.
-        """
+        """Begin a phase; `again` if this goes back to one that had begun before."""
         now = _clock()
-        words = self._words
+        fields = self._fields
         if not again:
             if _FOLLOWS_BACKWARD[phase]:
-                # Forwards that have no backward by now have been skipped.
-                words[_MOVED_ON] = words[_FORWARDS]
-            if counter := _COUNTED[phase]:
-                words[counter] += 1
-        # _close_span, written out: this runs a dozen times in a step.
+                # Forwards that have no backward by now have skipped it.
+                fields[_CONCLUDED_FORWARDS] = fields[_FORWARDS]
+            if counter := _COUNTER_OF_PHASE[phase]:
+                fields[counter] += 1
+        # _close_span, inlined: this runs a dozen times in a step.
         self._spent[self._phase] += now - self._since
         if self.trace is not None:
             self._trace_span(now)
         self._phase = phase
         self._since = now
-        # Without the sequence number: who reads between the two sees a phase that has just begun.
-        words[_PHASE_SINCE] = now
-        words[_PHASE] = phase
+        # Without SEQUENCE: a reader between the two sees a phase that has just begun.
+        fields[_PHASE_SINCE] = now
+        fields[_PHASE] = phase
 
     def _close_span(self, now: int) -> None:
         self._spent[self._phase] += now - self._since
@@ -106,11 +113,11 @@ class Recorder:
 
     def _trace_span(self, now: int) -> None:
         if self.trace is not None and now - self._since > _SHORTEST_SPAN_NS:
-            self.trace.add(self._phase, self._since, now, self._words[_SYNCS])
+            self.trace.add(self._phase, self._since, now, self._fields[_SYNCS])
 
     @contextlib.contextmanager
     def during(self, phase: Phase) -> Iterator[None]:
-        """A phase that ends with a block; then the one before goes on."""
+        """Be in a phase for the length of a block, then go back to the one before."""
         before = self._phase
         self.phase(phase)
         try:
@@ -118,19 +125,20 @@ class Recorder:
         finally:
             self.phase(before, again=True)
 
-    def count(self, word: int) -> None:
-        """One more of something."""
-        self._words[word] += 1
+    def count(self, field: int) -> None:
+        """Add one to a counter of the page."""
+        self._fields[field] += 1
 
     @property
     def current(self) -> int:
+        """The phase this rank is in."""
         return self._phase
 
-    # -- waits -----------------------------------------------------------------------------------------------------
+    # -- waits -------------------------------------------------------------------------------------
 
-    def enter(self, place: WaitLabel, number: int, bucket: int = NO_BUCKET) -> None:
-        """This rank arrives at a collective and may have to wait in it. Waits inside a wait are
-        part of it.
+    def enter(self, label: WaitLabel, number: int, bucket: int = NO_BUCKET) -> None:
+        """Arrive at a collective, where this rank may have to wait. Waits inside a wait are part
+        of it.
         """
         self._depth += 1
         if self._depth > 1:
@@ -138,83 +146,83 @@ class Recorder:
         now = _clock()
         self._close_span(now)
         self._arrived = self._since = now
-        self._group = group = place.number
+        self._group = group = label.number
         self._number = number
-        page, words = self.page, self._words
+        page, fields = self.page, self._fields
         self._sequence = sequence = self._sequence + 2
-        words[_SEQUENCE] = sequence - 1
-        page.put_call(place.text)
+        fields[_SEQUENCE] = sequence - 1
+        page.write_call(label.text)
         _write_call(page.memory, _AT_PHASE, _SYNCHRONISE, now, now, group, number, bucket)
-        words[_SEQUENCE] = sequence
+        fields[_SEQUENCE] = sequence
 
-    def at_bucket(self, place: WaitLabel, bucket: int) -> None:
-        """Inside a wait: it is this bucket's now."""
-        words = self._words
+    def at_bucket(self, label: WaitLabel, bucket: int) -> None:
+        """Inside a wait: from now on it is for this bucket."""
+        fields = self._fields
         self._sequence = sequence = self._sequence + 2
-        words[_SEQUENCE] = sequence - 1
-        self.page.put_call(place.text)
-        words[_CALL_BUCKET] = bucket
-        words[_SEQUENCE] = sequence
+        fields[_SEQUENCE] = sequence - 1
+        self.page.write_call(label.text)
+        fields[_CALL_BUCKET] = bucket
+        fields[_SEQUENCE] = sequence
 
-    def leave(self, *, met: bool = True, then: int | None = None) -> None:
-        """The wait is over and the phase before goes on, or another begins.
+    def leave(self, *, sync_point: bool = True, then: int | None = None) -> None:
+        """End the wait; the phase before goes on, or `then` begins.
 
-        `met=False`: this was no wait for others, only the start of one.
+        Without `sync_point` nothing is recorded of it: this rank has not waited for the others
+        here, or how long it waited says nothing about who is slow.
         """
         self._depth -= 1
         if self._depth > 0:
             return
         now = _clock()
-        page, words = self.page, self._words
+        page, fields = self.page, self._fields
         if then is not None:
             self._phase = then
         self._sequence = sequence = self._sequence + 2
-        words[_SEQUENCE] = sequence - 1
+        fields[_SEQUENCE] = sequence - 1
         _write_no_call(page.memory, _AT_PHASE, self._phase, now, 0)
-        if met:
+        if sync_point:
             spent, self._spent = self._spent, _NOTHING_SPENT.copy()
             spent[_SYNCHRONISE] += now - self._arrived
-            page.put_sync_point(self._group, self._number, self._arrived, now, spent)
-        words[_SEQUENCE] = sequence
-        if met and self.trace is not None:
+            page.write_sync_point(self._group, self._number, self._arrived, now, spent)
+        fields[_SEQUENCE] = sequence
+        if sync_point and self.trace is not None:
             self.trace.add(
-                _SYNC_POINT, self._arrived, now, words[_SYNCS], self._group, self._number
+                _SYNC_POINT, self._arrived, now, fields[_SYNCS], self._group, self._number
             )
         self._since = now
 
     @contextlib.contextmanager
-    def waiting(self, place: WaitLabel, number: int) -> Iterator[None]:
+    def waiting(self, label: WaitLabel, number: int) -> Iterator[None]:
         """`enter` and `leave` around a block."""
-        self.enter(place, number)
+        self.enter(label, number)
         try:
             yield
         finally:
             self.leave()
 
-    # -- buckets, for the trace only -------------------------------------------------------------------------------
+    # -- buckets, for the trace only ---------------------------------------------------------------
 
     def bucket_filled(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
+        """Record the time from a bucket's first gradient to its hand-over."""
         if self.trace is not None:
-            self.trace.add(_FILL, start_ns, end_ns, self._words[_SYNCS], bucket, reducer)
+            self.trace.add(_FILL, start_ns, end_ns, self._fields[_SYNCS], bucket, reducer)
 
     def bucket_averaged(self, bucket: int, reducer: int, start_ns: int, end_ns: int) -> None:
+        """Record the time from a bucket's hand-over to its average."""
         if self.trace is not None:
-            self.trace.add(_FLIGHT, start_ns, end_ns, self._words[_SYNCS], bucket, reducer)
+            self.trace.add(_FLIGHT, start_ns, end_ns, self._fields[_SYNCS], bucket, reducer)
 
     def buckets_planned(self, reducer: int, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """How the buckets of a model are called from now on."""
+        """Record which parameters the buckets of a model hold from now on, and their bytes."""
         if self.trace is not None:
-            planned = [
-                {"names": one, "bytes": size} for one, size in zip(names, sizes, strict=True)
-            ]
-            self.trace.name(buckets={str(reducer): planned})
+            self.trace.set_buckets(reducer, names, sizes)
 
     def scalars(self, loss: float, samples: int) -> None:
-        """What the script knows about the step it has just made."""
+        """Record what the script knows about the step it has just made."""
         if self.trace is not None:
-            self.trace.scalars(self._words[_SYNCS], loss, samples)
+            self.trace.add_scalars(self._fields[_SYNCS], loss, samples)
 
-    # -- the page --------------------------------------------------------------------------------------------------
+    # -- the page ----------------------------------------------------------------------------------
 
     @property
     def shared(self) -> bool:
@@ -222,25 +230,31 @@ class Recorder:
         return self.page.descriptor >= 0
 
     def open_page(self, *, job: str, rank: int, world: int) -> None:
-        """Let others of this user see what this process does, and ask for its stacks."""
+        """Let other processes of this user see what this one does, and ask for its stacks."""
         if not self.shared:
             self.page.share()
-            self._words = self.page.words
-            self._words[Field.STACKS_FD] = stack_dump.register()
+            self._fields = self.page.fields
+            self._stack_dump = StackDump()
+            self._fields[Field.STACKS_FD] = self._stack_dump.descriptor
             self.watched = True
         self.job = job
         self.page.identify(job=job, script=script_name(), rank=rank, world=world)
-        self._sequence = self._words[_SEQUENCE]
+        self._sequence = self._fields[_SEQUENCE]
 
     def close_page(self) -> None:
-        """Nobody sees it any more. Notes go on in private."""
+        """Make the page private again and go on recording there."""
         if self.shared:
             self.page.unshare()
-            self._words = self.page.words
-            stack_dump.unregister()
+            self._fields = self.page.fields
+            self._close_stack_dump()
             self.watched = self.trace is not None
 
-    # -- the trace -------------------------------------------------------------------------------------------------
+    def _close_stack_dump(self) -> None:
+        if self._stack_dump is not None:
+            self._stack_dump.close()
+            self._stack_dump = None
+
+    # -- the trace ---------------------------------------------------------------------------------
 
     def start_trace(self, directory: str, rank: int, world: int) -> None:
         """Record spans from now on."""
@@ -257,22 +271,21 @@ class Recorder:
             trace.close()
 
     def after_fork(self) -> None:
-        """A child is not the rank: it must neither write its page nor its trace."""
+        """In a forked child, which is not the rank: drop the page, the stacks and the trace."""
         if self.shared:
-            descriptor = self.page.descriptor
-            self.page.forget()
-            self._words = self.page.words
-            os.close(descriptor)
+            self.page.abandon()
+            self._fields = self.page.fields
+            self._close_stack_dump()
         self.trace = None
         self.watched = False
         self._depth = 0
         self._since = _clock()
         self._spent = _NOTHING_SPENT.copy()
-        self._sequence = self._words[_SEQUENCE]
+        self._sequence = self._fields[_SEQUENCE]
 
     @property
     def thread(self) -> int:
-        """The thread whose doings are noted."""
+        """The thread that is recorded."""
         return threading.main_thread().ident or 0
 
 

@@ -1,0 +1,124 @@
+"""Reads the traces that the ranks of a run have written: see `paceline.telemetry.trace_writer`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import struct
+
+from paceline.errors import ConfigError
+from paceline.telemetry.trace_writer import (
+    RECORD_WORDS,
+    TRACE_HEADER,
+    TRACE_HEADER_BYTES,
+    TRACE_MAGIC,
+)
+
+__all__ = ["BucketNames", "RankTrace", "Span", "read_traces"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """One record. What `detail` and `extra` mean depends on the kind."""
+
+    kind: int
+    start_ns: int
+    end_ns: int
+    step: int
+    detail: int
+    extra: int
+
+    @property
+    def loss(self) -> float:
+        """The loss in a record of scalars."""
+        (value,) = struct.unpack("<d", struct.pack("<q", self.detail))
+        return float(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketNames:
+    """The parameters in a bucket and their bytes."""
+
+    names: str = ""
+    nbytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class RankTrace:
+    """What one rank recorded.
+
+    Times are of its host's monotonic clock; `wall_offset_ns` makes them wall-clock times. Ranks
+    with the same `boot` share a clock. `buckets` has the bucket names of each reducer.
+    """
+
+    rank: int
+    world: int
+    pid: int
+    host: str
+    script: str
+    boot: int
+    spans: tuple[Span, ...]
+    dropped: int
+    wall_offset_ns: int
+    buckets: dict[int, list[BucketNames]]
+
+
+def read_traces(directory: str | os.PathLike[str]) -> list[RankTrace]:
+    """All ranks' traces in a directory, in rank order."""
+    folder = pathlib.Path(directory)
+    paths = sorted(folder.glob("rank-*.trace"))
+    if not paths:
+        raise ConfigError(
+            f"no trace in {folder}: record one with `paceline run --trace {folder} train.py` "
+            "or paceline.trace(...)"
+        )
+    traces = sorted((_read_trace(path) for path in paths), key=lambda trace: trace.rank)
+    # A directory that was used before may hold the files of ranks that the latest run did not have.
+    return [trace for trace in traces if trace.world == traces[0].world]
+
+
+def _read_trace(path: pathlib.Path) -> RankTrace:
+    data = path.read_bytes()
+    header = TRACE_HEADER.unpack_from(data) if len(data) >= TRACE_HEADER_BYTES else (0,) * 10
+    magic, rank, world, pid, capacity, written, offset, _, _, boot = header
+    if magic != TRACE_MAGIC:
+        raise ConfigError(f"{path} is not a trace of this version of Paceline")
+    host, script, buckets = _read_metadata(path.with_suffix(".json"))
+    return RankTrace(
+        rank=rank,
+        world=world,
+        pid=pid,
+        host=host,
+        script=script,
+        boot=boot,
+        spans=_spans(data, capacity, written),
+        dropped=max(0, written - capacity),
+        wall_offset_ns=offset,
+        buckets=buckets,
+    )
+
+
+def _spans(data: bytes, capacity: int, written: int) -> tuple[Span, ...]:
+    """The records of the ring, oldest first."""
+    end = TRACE_HEADER_BYTES + capacity * RECORD_WORDS * 8
+    words = memoryview(data)[TRACE_HEADER_BYTES:end].cast("q")
+    spans = []
+    for index in range(max(0, written - capacity), written):
+        at = index % capacity * RECORD_WORDS
+        spans.append(Span(*words[at : at + RECORD_WORDS].tolist()))
+    return tuple(spans)
+
+
+def _read_metadata(path: pathlib.Path) -> tuple[str, str, dict[int, list[BucketNames]]]:
+    """(host, script, buckets by reducer); empty if the rank died before it wrote them."""
+    with contextlib.suppress(OSError, ValueError):
+        metadata = json.loads(path.read_text())
+        buckets = {
+            int(reducer): [BucketNames(bucket["names"], bucket["bytes"]) for bucket in planned]
+            for reducer, planned in metadata.get("buckets", {}).items()
+        }
+        return metadata.get("host", ""), metadata.get("script", ""), buckets
+    return "", "", {}
