@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter
 from collections.abc import Callable, Sequence
@@ -179,7 +181,7 @@ run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run
 # ------------------------------------------------------------------------ data
 
 
-@contextlib.contextmanager
+@contextmanager
 def hidden_worker_info() -> Iterator[None]:
     """`torch.utils.data.get_worker_info()` is None inside, as it is outside of a worker.
 

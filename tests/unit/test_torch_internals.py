@@ -82,6 +82,17 @@ def test_stores_and_devices_of_groups():
         dist.destroy_process_group()
 
 
+def test_worker_info_can_be_hidden_from_a_dataset_in_a_worker():
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            with internals.hidden_worker_info():
+                hidden = torch.utils.data.get_worker_info() is None
+            yield hidden, torch.utils.data.get_worker_info() is None
+
+    loader = torch.utils.data.DataLoader(Stream(), batch_size=None, num_workers=1)
+    assert list(loader) == [[True, False]]
+
+
 def test_timeouts_of_groups():
     timeout = datetime.timedelta(seconds=7)
     store = dist.HashStore()
