@@ -10,15 +10,9 @@ do.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
-from operator import attrgetter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from operator import attrgetter, methodcaller
 from typing import Any
 

@@ -2,7 +2,7 @@
 
     PacelineError
     |- ConfigError(ValueError)              the caller's mistake: an argument, the environment
-    |- MismatchError                        ranks disagree: shape, dtype, order, call; lists every rank's value
+    |- MismatchError                        ranks disagree: shape, dtype, order, call; all values
     |- GroupError                           the group is lost
     |  |- CollectiveTimeout(TimeoutError)   who is missing, in which call, since when
     |  |- PeerLost                          rank, pid, signal or exit code
