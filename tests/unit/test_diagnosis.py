@@ -79,17 +79,17 @@ def diagnose_job(*views, limit=30.0):
 
 
 def test_a_slow_loader_is_named():
-    found = diagnose_job(
+    diagnosis = diagnose_job(
         waiting(0),
         view(1, phase=Phase.LOADER, activity=Activity.SLEEPING, line="data.py:3 in read"),
     )
-    assert found.blamed == (1,)
-    assert found.sentence.startswith(
+    assert diagnosis.blamed == (1,)
+    assert diagnosis.sentence.startswith(
         "rank 1 has not reached all_reduce of bucket 3 (head.weight, head.bias): "
         "it has been in the data loader for 33 s, sleeping at data.py:3 in read. "
         "Rank 0 has been waiting for it for 31 s. "
     )
-    assert "num_workers" in found.sentence
+    assert "num_workers" in diagnosis.sentence
 
 
 @pytest.mark.parametrize(
@@ -104,18 +104,18 @@ def test_a_slow_loader_is_named():
     ],
 )
 def test_what_a_late_rank_does_is_the_cause(activity, cause, text):
-    found = diagnose_job(
+    diagnosis = diagnose_job(
         waiting(0), view(1, activity=activity, exitcode=-9 if activity is Activity.ENDED else None)
     )
-    assert (found.blamed, found.cause) == ((1,), cause)
-    assert text in found.sentence
+    assert (diagnosis.blamed, diagnosis.cause) == ((1,), cause)
+    assert text in diagnosis.sentence
 
 
 def test_a_rank_stopped_inside_the_call_is_late_all_the_same():
-    found = diagnose_job(waiting(0), waiting(1, activity=Activity.STOPPED))
-    assert (found.blamed, found.cause) == ((1,), Cause.STOPPED)
-    assert found.sentence.startswith("rank 1 is stuck in all_reduce of bucket 3 ")
-    assert "Rank 0 has been waiting for it" in found.sentence
+    diagnosis = diagnose_job(waiting(0), waiting(1, activity=Activity.STOPPED))
+    assert (diagnosis.blamed, diagnosis.cause) == ((1,), Cause.STOPPED)
+    assert diagnosis.sentence.startswith("rank 1 is stuck in all_reduce of bucket 3 ")
+    assert "Rank 0 has been waiting for it" in diagnosis.sentence
 
 
 def test_nothing_is_reported_before_the_limit():
@@ -124,9 +124,9 @@ def test_nothing_is_reported_before_the_limit():
 
 
 def test_the_diagnosis_comes_before_the_groups_own_timeout():
-    found = diagnose_job(waiting(0, call=call(seconds=8.5), timeout_ns=10 * S), view(1))
-    assert found is not None
-    assert found.blamed == (1,)
+    diagnosis = diagnose_job(waiting(0, call=call(seconds=8.5), timeout_ns=10 * S), view(1))
+    assert diagnosis is not None
+    assert diagnosis.blamed == (1,)
 
 
 def test_a_skipped_backward_is_distinguished_from_an_extra_call():
@@ -147,11 +147,11 @@ def test_a_skipped_backward_is_distinguished_from_an_extra_call():
 
 def test_several_forwards_for_one_backward_are_no_skip():
     # A siamese model: two forwards, one backward, on every rank.
-    found = diagnose_job(
+    diagnosis = diagnose_job(
         waiting(0, forwards=16, backwards=8, concluded_forwards=15),
         view(1, forwards=15, backwards=7, concluded_forwards=14, line="x.py:1"),
     )
-    assert found.cause is not Cause.SKIPPED_BACKWARD
+    assert diagnosis.cause is not Cause.SKIPPED_BACKWARD
 
 
 @pytest.mark.parametrize("odd", [0, 1])
@@ -160,15 +160,15 @@ def test_two_kinds_of_call_with_one_number_differ_and_the_unusual_one_is_blamed(
     usual, unusual = call("all_reduce", 7, group="g"), call("barrier", 7, group="g")
     views = [view(rank, call=usual, calls_of_kind=6) for rank in (0, 1)]
     views[odd] = view(odd, call=unusual, calls_of_kind=1)
-    found = diagnose_job(*views)
-    assert (found.blamed, found.cause) == ((odd,), Cause.EXTRA_COLLECTIVE)
+    diagnosis = diagnose_job(*views)
+    assert (diagnosis.blamed, diagnosis.cause) == ((odd,), Cause.EXTRA_COLLECTIVE)
 
 
 def test_what_another_rank_has_reported_is_not_reported_again():
     since_ns = waiting(0).call.since_ns
-    found = diagnose_job(waiting(0), view(1))
-    assert not found.reported_by([waiting(0), view(1)])
-    assert found.reported_by([waiting(0), view(1, reported_wait_ns=since_ns)])
+    diagnosis = diagnose_job(waiting(0), view(1))
+    assert not diagnosis.reported_by([waiting(0), view(1)])
+    assert diagnosis.reported_by([waiting(0), view(1, reported_wait_ns=since_ns)])
 
 
 def test_among_many_ranks_the_odd_one_is_blamed():
@@ -180,13 +180,13 @@ def test_among_many_ranks_the_odd_one_is_blamed():
 
 def test_ranks_outside_the_group_are_not_late():
     group = call("all_reduce", 3, members=(0, 2), group="group 5", group_number=5)
-    found = diagnose_job(
+    diagnosis = diagnose_job(
         waiting(0, call=group, world=3),
         view(1, world=3),
         view(2, world=3, phase=Phase.FORWARD),
         limit=30.0,
     )
-    assert found.blamed == (2,)
+    assert diagnosis.blamed == (2,)
 
 
 def test_all_in_the_same_call_means_the_transport_or_another_host():
@@ -198,11 +198,13 @@ def test_all_in_the_same_call_means_the_transport_or_another_host():
 
 
 def test_loaders_that_all_wait_are_reported_though_nobody_waits_for_a_peer():
-    found = diagnose_job(
+    diagnosis = diagnose_job(
         view(0, phase=Phase.LOADER, activity=Activity.INPUT), view(1, phase=Phase.LOADER)
     )
-    assert (found.blamed, found.cause) == ((0, 1), Cause.LOADER)
-    assert found.sentence.startswith("ranks 0, 1 have been in the data loader for 33 s, waiting")
+    assert (diagnosis.blamed, diagnosis.cause) == ((0, 1), Cause.LOADER)
+    assert diagnosis.sentence.startswith(
+        "ranks 0, 1 have been in the data loader for 33 s, waiting"
+    )
 
 
 def test_a_stall_is_the_same_as_long_as_one_rank_stays_in_its_wait():

@@ -1,8 +1,8 @@
 """What the kernel says a rank's main thread is doing: running, sleeping, waiting for a lock,
 stopped, gone.
 
-A thread that waits has a place in the kernel where it does (`wchan`), or at least a system call
-that it is in; either tells a sleep from a lock and from input.
+A waiting thread has a function of the kernel that it waits in (`wchan`), or at least a system call
+that it is in; either distinguishes a sleep from a lock and from input.
 """
 
 from __future__ import annotations
