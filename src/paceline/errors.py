@@ -126,7 +126,7 @@ class NativeError(PacelineError):
 def describe_exit(exitcode: int | None) -> str:
     """Say how a process ended, in words: "killed by SIGKILL", "exited with code 3", "ended"."""
     if exitcode is None:
-        return "ended, how is unknown"
+        return "exited with unknown status"
     if exitcode >= 0:
         return f"exited with code {exitcode}"
     try:
