@@ -35,9 +35,11 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
+from torch._C._distributed_c10d import Backend as _Backend
 
 __all__ = [
     "AllgatherOptions",
+    "BackendOptions",
     "BuiltinCommHookType",
     "GradBucket",
     "HashStore",
@@ -46,6 +48,7 @@ __all__ = [
     "Store",
     "TCPStore",
     "Work",
+    "backend_plugin",
     "current_graph_task",
     "default_store",
     "device_types_of",
@@ -158,6 +161,20 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 # ---------------------------------------------------------------- DataParallel
 
 # --------------------------------------------------------------------- backend
+
+# The type of `group.options`, which torch reads of every group; public nowhere
+# (torch/csrc/distributed/c10d/Backend.hpp). Missing: the import fails, and so does its guard test.
+BackendOptions = _Backend.Options
+
+
+def backend_plugin(name: str) -> Any:
+    """What was registered for a backend with `Backend.register_backend`; None if nothing was.
+
+    torch/distributed/distributed_c10d.py. A group that serves other devices too makes their
+    backends itself (`paceline.backend.device_backends`); torch has no public look-up.
+    """
+    return dist.Backend._plugins.get(name.upper())
+
 
 # ------------------------------------------------------------------------ data
 

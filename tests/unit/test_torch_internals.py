@@ -78,3 +78,18 @@ def test_stores_and_devices_of_groups():
         assert "cpu" in internals.device_types_of(group)
     finally:
         dist.destroy_process_group()
+
+
+def test_registered_backends_can_be_looked_up():
+    import paceline  # noqa: F401 - registers its backend
+
+    assert internals.backend_plugin("paceline").extended_api
+    assert internals.backend_plugin("no such backend") is None
+
+
+def test_a_group_has_options_with_a_time_limit():
+    from datetime import timedelta
+
+    options = internals.BackendOptions("paceline", timedelta(seconds=5))
+    options._timeout = timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=7)
