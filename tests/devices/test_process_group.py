@@ -102,7 +102,7 @@ def test_the_host_goes_on_and_the_stream_waits_when_told(sim_machine):
     sim_machine.on_ranks(WORLD, body)
 
 
-# ---- the ways a group or its caller gets the order wrong ------------------------------------------------
+# --- the ways a group or its caller gets the order wrong -----------------------------------------
 
 
 class NoStartAfterCaller(process_group.StreamOrderedGroup):

@@ -11,7 +11,7 @@ LATE = 2  # alone on the second host
 
 def pretend_host(rank):
     """Ranks 0 and 1 are on one host, the late one is on another."""
-    import paceline.backend.create as create
+    from paceline.backend import create
 
     create.host_identity = lambda: f"host{rank // LATE}"
 

@@ -13,7 +13,6 @@ import dataclasses
 from datetime import timedelta
 from typing import Any, TypeAlias, TypeVar
 
-
 from paceline.backend.engine import SUM, Reduction
 from paceline.backend.work import timeout_to_ns
 from paceline.core.dtypes import Op

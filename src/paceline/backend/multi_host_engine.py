@@ -388,7 +388,7 @@ class _Operation:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """An error of Gloo ends the wait of this host's other ranks too, and becomes one of ours."""
+        """An error of Gloo becomes one of ours, and ends the wait of this host's other ranks."""
         try:
             yield
         except PacelineError as error:
@@ -404,7 +404,8 @@ class _Operation:
         rank = self._placement.rank
         if _is_timeout(text):
             return CollectiveTimeout(
-                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: {text}"
+                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: "
+                f"{text}"
             )
         return PeerLost(
             f"rank {rank}: the connection to a rank on another host was lost: {text}. Its own "
