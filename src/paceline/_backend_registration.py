@@ -1,7 +1,7 @@
 """Registers the `paceline` backend with torch.distributed, without importing torch.
 
-If torch.distributed is loaded already, the backend is registered at once. If not, a finder waits on
-`sys.meta_path` for its module to be imported, registers then, and removes itself.
+If torch.distributed is loaded already, the backend is registered at once. If not, a finder on
+`sys.meta_path` registers it when torch's module is imported, and removes itself.
 """
 
 from __future__ import annotations

@@ -36,9 +36,11 @@ from torch._C._distributed_c10d import (
     TCPStore,
     Work,
 )
+from torch._C._distributed_c10d import Backend as _Backend
 
 __all__ = [
     "AllgatherOptions",
+    "BackendOptions",
     "BuiltinCommHookType",
     "GradBucket",
     "HashStore",
@@ -48,6 +50,7 @@ __all__ = [
     "TCPStore",
     "Work",
     "cpp_reference_count",
+    "backend_plugin",
     "current_graph_task",
     "default_store",
     "device_types_of",
@@ -171,6 +174,20 @@ cpp_reference_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 
 # --------------------------------------------------------------------- backend
+
+# The type of `group.options`, which torch reads of every group; public nowhere
+# (torch/csrc/distributed/c10d/Backend.hpp). Missing: the import fails, and so does its guard test.
+BackendOptions = _Backend.Options
+
+
+def backend_plugin(name: str) -> Any:
+    """What was registered for a backend with `Backend.register_backend`; None if nothing was.
+
+    torch/distributed/distributed_c10d.py. A group that serves other devices too makes their
+    backends itself (`paceline.backend.device_backends`); torch has no public look-up.
+    """
+    return dist.Backend._plugins.get(name.upper())
+
 
 # ------------------------------------------------------------------------ data
 

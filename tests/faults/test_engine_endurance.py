@@ -1,4 +1,4 @@
-"""Long runs: kills at random moments of random calls, and very many small all-reduces with pauses."""
+"""Long runs: kills at random moments of random calls, and many small all-reduces with pauses."""
 
 from __future__ import annotations
 

@@ -353,6 +353,25 @@ def test_splitting_a_group():
     run_ranks(4, check)
 
 
+def test_splitting_a_group_twice_with_the_same_ranks():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        init_group("paceline")
+        groups = [dist.group.WORLD.split_group([0, 1]) for _ in range(3)]
+        groups.append(dist.group.WORLD.split_group([0, 1], group_name="named"))
+        groups.append(dist.group.WORLD.split_group([0, 1], group_name="named"))
+        for group in groups:
+            data = torch.ones(1)
+            group.allreduce([data]).wait()
+            assert data.item() == world
+            group.shutdown()
+        dist.destroy_process_group()
+
+    run_ranks(2, check)
+
+
 def test_calls_are_numbered_and_roots_and_time_limits_checked():
     def check(rank, world):
         from datetime import timedelta

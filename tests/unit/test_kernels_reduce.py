@@ -104,7 +104,7 @@ def random_bits(draw, dtype: str):
     return arrays
 
 
-# --- integers and bool: wrap around, exactly ---------------------------------------------------------
+# --- integers and bool: wrap around, exactly ------------------------------------------------------
 INTEGER_OPS = {
     "SUM": operator.add,
     "PRODUCT": operator.mul,
@@ -157,7 +157,7 @@ def test_booleans(data):
         ), op
 
 
-# --- floats: in order of rank, one operation after the other ------------------------------------------
+# --- floats: in order of rank, one operation after the other --------------------------------------
 @pytest.mark.parametrize("dtype", REALS)
 @settings(max_examples=25)
 @given(data=st.data(), factor=st.sampled_from([0.5, -3.0, 0.1, 0.0]))
@@ -214,7 +214,7 @@ def test_complex_product(dtype, data, ranks, count):
     assert same_bits(np.ascontiguousarray(found.imag), im)
 
 
-# --- halves: accumulated in float32, rounded once ----------------------------------------------------------
+# --- halves: accumulated in float32, rounded once -------------------------------------------------
 HALF_OPS = {
     "SUM": operator.add,
     "AVG": operator.add,
@@ -296,14 +296,14 @@ def test_complex_halves(data):
     assert np.array_equal(found, expected)
 
 
-# --- instruction sets: every reduction above was compared among all that this machine offers ----------------
+# --- instruction sets: every reduction above was compared among all that this machine offers ------
 def test_the_best_instruction_set_is_one_of_those_compared():
     best = abi.library().plc_instruction_set()
     assert best == instruction_sets()[0]
     assert len(instruction_sets()) > 1 or best in (b"sse2", b"neon", b"portable")
 
 
-# --- what cannot be done, and what may alias ------------------------------------------------------------
+# --- what cannot be done, and what may alias ------------------------------------------------------
 @pytest.mark.parametrize(
     ("dtype", "op"),
     [

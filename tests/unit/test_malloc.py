@@ -33,7 +33,7 @@ PAGES = 4 * (16 << 20) // mmap.PAGESIZE
 
 
 def run(env, processes=1):
-    """What keep_freed_memory said, and how many pages a step of 64 MiB had to get from the system."""
+    """What keep_freed_memory returned, and how many pages a step of 64 MiB got from the system."""
     ours = {"PATH": "/usr/bin:/bin", **env}
     program = PROGRAM.format(processes=processes)
     done = subprocess.run(

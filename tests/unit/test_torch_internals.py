@@ -121,3 +121,16 @@ def test_backward_without_checks_accumulates():
     )
     assert x.grad is not None
     assert x.grad.tolist() == [3.0, 3.0]
+def test_registered_backends_can_be_looked_up():
+    import paceline  # noqa: F401 - registers its backend
+
+    assert internals.backend_plugin("paceline").extended_api
+    assert internals.backend_plugin("no such backend") is None
+
+
+def test_a_group_has_options_with_a_time_limit():
+    from datetime import timedelta
+
+    options = internals.BackendOptions("paceline", timedelta(seconds=5))
+    options._timeout = timedelta(seconds=7)
+    assert options._timeout == timedelta(seconds=7)

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
-from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
-
+from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
 from paceline.backend.device_backends import other_backends
 from paceline.backend.engine import Engine
 from paceline.backend.host_engine import HostEngine
@@ -23,7 +22,7 @@ __all__ = ["create_group"]
 _NO_CORE = "none"
 
 
-def create_group(options: Any, backend_options: Any) -> Any:
+def create_group(options: Any, backend_options: object) -> PacelineGroup | ProcessGroupGloo:
     """Called by torch.distributed for every group of backend `paceline`, on all its ranks."""
     others = other_backends(options)
     group = _join(options.store, options.group_rank, options.group_size, options.timeout)
@@ -33,14 +32,16 @@ def create_group(options: Any, backend_options: Any) -> Any:
     return group
 
 
-def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    mine = _place()
+def _join(
+    store: Store, rank: int, size: int, timeout: timedelta
+) -> PacelineGroup | ProcessGroupGloo:
+    mine = _host()
 
     def pid_in(value: str) -> int | None:
-        place, pid = value.split()
-        return int(pid) if place == mine else None
+        host, pid = value.split()
+        return int(pid) if host == mine else None
 
-    told = exchange(
+    answers = exchange(
         store,
         "host",
         rank,
@@ -50,43 +51,47 @@ def _join(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         pid_in=pid_in,
         prompt=True,
     )
-    places = [told[r].split()[0] for r in range(size)]
-    if _NO_CORE in places:
+    hosts = [answers[r].split()[0] for r in range(size)]
+    if _NO_CORE in hosts:
         return _gloo(store, rank, size, timeout)
-    pids = {r: int(told[r].split()[1]) for r in range(size)}
-    engine = _engine(store, rank, places, pids, timeout)
+    pids = {r: int(answers[r].split()[1]) for r in range(size)}
+    engine = _engine(store, rank, hosts, pids, timeout)
     split = functools.partial(_join_split, store, rank)
     return PacelineGroup(store, rank, size, engine, timeout, split)
 
 
-def _join_split(store: Any, rank: int, ranks: Sequence[int], timeout: timedelta, name: str) -> Any:
-    return _join(PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
+def _join_split(
+    store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, name: str
+) -> PacelineGroup:
+    group = _join(PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
+    assert isinstance(group, PacelineGroup)  # its parent has the core on all of these ranks
+    return group
 
 
-def _place() -> str:
+def _host() -> str:
     return host_identity() if native_status().available else _NO_CORE
 
 
 def _engine(
-    store: Any, rank: int, places: list[str], pids: dict[int, int], timeout: timedelta
+    store: Store, rank: int, hosts: list[str], pids: dict[int, int], timeout: timedelta
 ) -> Engine:
-    hosts = list(dict.fromkeys(places))
-    local = [r for r, place in enumerate(places) if place == places[rank]]
+    distinct = list(dict.fromkeys(hosts))
+    local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     comm = Communicator.join(
-        PrefixStore(f"{hosts.index(places[rank])}/", store), rank, local, timeout, pids=pids
+        PrefixStore(f"{distinct.index(hosts[rank])}/", store), rank, local, timeout, pids=pids
     )
-    if len(hosts) == 1:
+    if len(distinct) == 1:
         return HostEngine(comm)
     from paceline.backend.multi_host_engine import MultiHostEngine
 
-    return MultiHostEngine(store, rank, [hosts.index(place) for place in places], comm, timeout)
+    return MultiHostEngine(store, rank, [distinct.index(host) for host in hosts], comm, timeout)
 
 
-def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
-    _say_once(native_status().reason or "another rank has no native core")
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
+    _warn_once(native_status().reason or "another rank has no native core")
     return ProcessGroupGloo(store, rank, size, timeout=timeout)
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def _warn_once(reason: str) -> None:
     sys.stderr.write(f"paceline: using Gloo instead of shared memory: {reason}\n")

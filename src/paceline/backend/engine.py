@@ -1,8 +1,8 @@
 """`Engine`: what a process group needs to move data, whatever moves it.
 
 An engine takes contiguous CPU tensors. Each collective either runs to its end (`wait=True`, returns
-None) or starts and returns a `Ticket`. `timeout_ns` is the time limit of that call; every wait for a
-peer that the call makes ends by then.
+None) or starts and returns a `Ticket`. `timeout_ns` is the time limit of that call; every wait for
+a peer that the call makes ends by then.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Engine(Protocol):
         """
 
     def await_signal(self, peer: int, number: int, timeout_ns: int) -> None:
-        """Wait for a peer's number, at least `number`; raises a `GroupError` if it does not come."""
+        """Wait for a peer's number, at least `number`; raises `GroupError` if it does not come."""
 
     def set_timeout(self, timeout: timedelta) -> None: ...
     def abort(self) -> None: ...

@@ -92,7 +92,7 @@ class HostEngine:
         self.rank = comm.rank
         self.size = comm.size
 
-    # --- reductions --------------------------------------------------------------------------------
+    # --- reductions -------------------------------------------------------------------------------
     def allreduce(
         self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
@@ -134,7 +134,7 @@ class HostEngine:
         )
         return self._run_or_start(request, (output, inputs, pointers, counts), wait)
 
-    # --- moving data -------------------------------------------------------------------------------
+    # --- moving data ------------------------------------------------------------------------------
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
@@ -233,7 +233,7 @@ class HostEngine:
             Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, timeout_ns=timeout_ns), None, wait
         )
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         return self._post(tensor, peer, tag, timeout_ns, is_send=True)
 
@@ -263,12 +263,12 @@ class HostEngine:
             left = max(deadline - time.monotonic_ns(), 1)
             self.recv(received, peer, _SIGNAL_TAG, timeout_ns=left).wait()
 
-    # --- buckets -----------------------------------------------------------------------------------
+    # --- buckets ----------------------------------------------------------------------------------
     def open_arena(self, bytes_per_rank: int, buckets: int) -> BucketArena:
         """Shared memory in which this group's gradients can lie; the same call on all ranks."""
         return BucketArena.open(self.comm, bytes_per_rank, buckets)
 
-    # --- life --------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self.comm.set_timeout(timeout)
 

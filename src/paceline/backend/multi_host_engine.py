@@ -179,7 +179,7 @@ class MultiHostEngine:
         self._signals = PrefixStore("signals/", store)
         self._order = _InOrder()
 
-    # --- collectives -------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
     def allreduce(
         self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
@@ -291,7 +291,7 @@ class MultiHostEngine:
         header = self._header(Kind.BARRIER, BYTES, 0)
         return self._compared(header, lambda _: None, wait, timeout_ns)
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         work = self._links.all_ranks.send([_as_bytes(tensor)], peer, abs(tag))
         return _GlooTicket(work, tensor, timeout_ns)
@@ -316,7 +316,7 @@ class MultiHostEngine:
                 missing=[peer],
             ) from error
 
-    # --- life --------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout
         self._links.set_timeout(timeout)
@@ -329,7 +329,7 @@ class MultiHostEngine:
         self._links.local.close()
         self._links.disconnect()
 
-    # --- steps -------------------------------------------------------------------------------------
+    # --- steps ------------------------------------------------------------------------------------
     def _header(
         self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
     ) -> CallRecord:
@@ -388,7 +388,7 @@ class _Operation:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """An error of Gloo ends the wait of this host's other ranks too, and becomes one of ours."""
+        """An error of Gloo becomes one of ours, and ends the wait of this host's other ranks."""
         try:
             yield
         except PacelineError as error:
@@ -404,7 +404,8 @@ class _Operation:
         rank = self._placement.rank
         if _is_timeout(text):
             return CollectiveTimeout(
-                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: {text}"
+                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: "
+                f"{text}"
             )
         return PeerLost(
             f"rank {rank}: the connection to a rank on another host was lost: {text}. Its own "
@@ -418,7 +419,7 @@ class _Operation:
         options.timeout = timedelta(microseconds=self._left_ns() // 1000)
         return options
 
-    # --- headers -----------------------------------------------------------------------------------
+    # --- headers ----------------------------------------------------------------------------------
     def compare(
         self, header: CallRecord, carried: torch.Tensor | None = None, code: int = 0
     ) -> torch.Tensor:
@@ -457,7 +458,7 @@ class _Operation:
         if len({bytes(call) for call in calls.values()}) > 1:
             raise calls_mismatch(calls)
 
-    # --- reductions --------------------------------------------------------------------------------
+    # --- reductions -------------------------------------------------------------------------------
     def reduce_carried(self, header: CallRecord, tensor: torch.Tensor, op: Reduction) -> None:
         """Reduce a short tensor in place: the hosts' sums come with the comparison, and every rank
         adds them.
@@ -535,7 +536,7 @@ class _Operation:
         options = self._options(AllgatherOptions())
         self._links.lane._allgather_base(output, data, options).wait()
 
-    # --- moving data -------------------------------------------------------------------------------
+    # --- moving data ------------------------------------------------------------------------------
     def broadcast(self, data: torch.Tensor, root: int) -> None:
         host = self._placement.host_of[root]
         if self._placement.host == host:

@@ -1,40 +1,63 @@
-"""`PacelineGroup`: what torch.distributed sees. Checks arguments, lays tensors out, and hands them
-to an engine.
+"""`PacelineGroup`: what torch.distributed sees.
 
 The names and forms of the methods are torch's: those its Python front calls, those its C++ side
-looks up, and the short forms of its own bindings (`group.allreduce(tensor)`).
+looks up, and the short forms of its own bindings (`group.allreduce(tensor)`). Every method is the
+same four steps: parse the options (`call_options`) and check the arguments, lay the tensors out
+(`tensor_layout`), call the engine, return a `Work`. Tensors of other devices are delegated to the
+backend of their device before the second step.
+
+The most frequent call, an all-reduce of one plain tensor that is waited for, takes none of these
+steps: see `_allreduce_at_once`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllgatherOptions, Store, Work
-from torch._C._distributed_c10d import Backend as _Backend
 
+from paceline._torch_internals import AllgatherOptions, BackendOptions, Store, Work
 from paceline.backend import sparse_all_reduce
+from paceline.backend.call_options import (
+    REDUCTIONS,
+    CallOptions,
+    TorchOptions,
+    parse_options,
+    torch_options,
+)
 from paceline.backend.engine import Engine, Reduction, Ticket
 from paceline.backend.host_engine import DTYPE_CODES, HostEngine
 from paceline.backend.monitored_barrier import monitored_barrier
+from paceline.backend.tensor_layout import (
+    Finish,
+    TensorLists,
+    all_tensors,
+    check_same_dtype,
+    contiguous,
+    flat_list,
+    lay_out,
+    lay_out_reduced,
+    run_each,
+    single,
+    single_tensor,
+)
 from paceline.backend.work import Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.core.abi import ANY_SOURCE
+from paceline.core.dtypes import Op
 from paceline.errors import ConfigError
 
 __all__ = ["PacelineGroup"]
 
-_PREMUL_SUM = 8
-_Options = _Backend.Options
 _CPU = torch.device("cpu")
 _STRIDED = torch.strided
 _AllreduceOptions = dist.AllreduceOptions
 _UNSET = _AllreduceOptions().timeout
 _REAL_DTYPES = {dtype: code for dtype, code in DTYPE_CODES.items() if not dtype.is_complex}
 _DONE = DoneWork([])
-_REDUCTIONS = {code: Reduction(code) for code in range(_PREMUL_SUM)}
 
 
 def _hash_of(code: int) -> int:
@@ -43,12 +66,9 @@ def _hash_of(code: int) -> int:
     return hash(options.reduceOp)
 
 
-# An operation's hash is had in a quarter of a microsecond, its number in three quarters. PREMUL_SUM
-# is not among them.
-_CODE_OF_HASH = {_hash_of(code): code for code in _REDUCTIONS}
-
-_Tensors = Sequence[torch.Tensor]
-
+# An operation's hash takes a quarter of a microsecond, its number three quarters. PREMUL_SUM is not
+# among them.
+_CODE_OF_HASH = {_hash_of(code): code for code in REDUCTIONS}
 
 # torch's stubs give each method several overloads, which one Python method serves; restating them
 # would say nothing.
@@ -71,26 +91,27 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         timeout: timedelta,
         split: Callable[[Sequence[int], timedelta, str], PacelineGroup] | None = None,
     ) -> None:
-        super().__init__(
-            rank, size
-        )  # torch's other constructor, with a store, cannot be inherited from Python
+        # torch's other constructor, with a store, cannot be inherited from Python.
+        super().__init__(rank, size)
         self._store = store
         self._engine = engine
         self._timeout_ns = timeout_to_ns(timeout)
         self._completer = Completer(f"paceline-futures-{rank}")
         self._split = split
+        self._splits: Counter[str] = Counter()
         self._coalescing: list[Work] | None = None
         self._host_allreduce = engine.comm.allreduce if isinstance(engine, HostEngine) else None
         self._monitored_barriers = 0
         self._calls = 0  # collectives started
         self._name = self._desc = ""
-        self._others: dict[str, Any] = {}  # device type -> backend of another kind
-        self.options = _Options("paceline", timeout)
+        # Device type -> torch's backend of another kind, a `Backend` or a `ProcessGroup`.
+        self._device_backends: dict[str, Any] = {}
+        self.options = BackendOptions("paceline", timeout)
         self.supports_splitting = True
         self.supports_coalescing = False
         self.supports_time_estimate = False
 
-    # --- what torch asks about a group -------------------------------------------------------------
+    # --- what torch asks about a group ------------------------------------------------------------
     def name(self) -> str:
         return "paceline"
 
@@ -135,21 +156,21 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_CPU, *(torch.device(kind) for kind in self._others)]
+        return [_CPU, *(torch.device(kind) for kind in self._device_backends)]
 
     def _get_backend(self, device: torch.device) -> Any:
         if device.type == "cpu":
             return self
-        if device.type in self._others:
-            return self._others[device.type]
+        if device.type in self._device_backends:
+            return self._device_backends[device.type]
         raise RuntimeError(
-            f"this process group has no backend for {device.type} tensors; name one when it is created, "
-            f"for example init_process_group('cpu:paceline,{device.type}:...')"
+            f"this process group has no backend for {device.type} tensors; name one when it is "
+            f"created, for example init_process_group('cpu:paceline,{device.type}:...')"
         )
 
     def add_backend(self, device_type: str, backend: Any) -> None:
         """Serve tensors of another device with a backend of another kind."""
-        self._others[device_type] = backend
+        self._device_backends[device_type] = backend
 
     def _set_sequence_number_for_group(self) -> None: ...
 
@@ -178,12 +199,12 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     def shutdown(self) -> None:
         self._engine.close()
         self._completer.close()
-        for backend in self._others.values():
+        for backend in self._device_backends.values():
             backend.shutdown()
 
     def abort(self) -> None:
         self._engine.abort()
-        for backend in self._others.values():
+        for backend in self._device_backends.values():
             backend.abort()
 
     def split_group(
@@ -201,47 +222,39 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         if self._split is None:
             raise ConfigError("this group cannot be split: it has no store of its own")
         name = group_name or f"{self._name}:split:{','.join(map(str, ranks))}"
-        group = self._split(
-            sorted(ranks), timeout or timedelta(microseconds=self._timeout_ns / 1000), name
-        )
+        # The keys in the store of a group of the same name and ranks must not be read again.
+        # Counted by name: ranks outside of a split need not call.
+        uses = self._splits[name]
+        self._splits[name] += 1
+        limit = timeout or timedelta(microseconds=self._timeout_ns / 1000)
+        group = self._split(sorted(ranks), limit, f"{name}#{uses}" if uses else name)
         group._set_group_name(name)
         group._set_group_desc(group_desc or f"{self._desc}:split")
         return group
 
-    # --- reductions --------------------------------------------------------------------------------
+    # --- reductions -------------------------------------------------------------------------------
     def allreduce(
         self,
-        tensors: torch.Tensor | list[torch.Tensor],
-        opts: Any = None,
+        tensors: TensorLists,
+        opts: TorchOptions = None,
         op: Any = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
     ) -> Work:
         if (
             opts.__class__ is _AllreduceOptions
             and not opts.asyncOp
-            and self._allreduced_at_once(tensors, opts)
+            and self._allreduce_at_once(tensors, opts)
         ):
             return _DONE
-        tensor = tensors if isinstance(tensors, torch.Tensor) else _only(tensors)
+        tensor = single_tensor(tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(
-                tensor, "allreduce", [tensor], _options(dist.AllreduceOptions(), opts, op, timeout)
-            )
-        reduction, wait, timeout_ns = self._reduce_options(opts, op, timeout)
-        if tensor.is_sparse:
-            return DoneWork(
-                [sparse_all_reduce.allreduce(self._engine, tensor, reduction, timeout_ns)]
-            )
-        flat, finish = _laid_out(tensor)
-        flat, reduction = _scaled(flat, tensor, reduction)
-        if flat is not tensor and finish is None:
-            finish = _copy_back(tensor, flat)
-        ticket = self._engine.allreduce(flat, reduction, wait=wait, timeout_ns=timeout_ns)
-        return self._work(ticket, [tensor], finish)
+            options = torch_options(dist.AllreduceOptions(), opts, op=op, timeout=timeout)
+            return self._delegate(tensor, "allreduce", [tensor], options)
+        return self._allreduce(tensor, self._options(opts, op=op, timeout=timeout))
 
-    def _allreduced_at_once(self, tensors: Any, opts: Any) -> bool:
-        """The short road of the most frequent call, a plain tensor that is waited for: saves ten
-        microseconds.
+    def _allreduce_at_once(self, tensors: TensorLists, opts: TorchOptions) -> bool:
+        """The short way for the most frequent call, a plain tensor that is waited for: saves ten
+        microseconds. False: the call is not that simple, and nothing was done.
         """
         if self._host_allreduce is None or self._coalescing is not None or len(tensors) != 1:
             return False
@@ -253,278 +266,290 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         if tensor.is_neg() or not tensor.is_contiguous():
             return False
         limit = opts.timeout
-        timeout_ns = self._timeout_ns if limit == _UNSET else self._timeout(limit)
+        timeout_ns = self._timeout_ns
+        if limit != _UNSET:
+            ns = timeout_to_ns(limit)
+            timeout_ns = ns if ns > 0 else timeout_ns
         self._calls += 1
         self._host_allreduce(tensor.data_ptr(), tensor.numel(), dtype, code, timeout_ns)
         return True
 
-    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        if not tensors[0].is_cpu:
-            return self._elsewhere(
-                tensors[0], "allreduce_coalesced", tensors, opts or dist.AllreduceCoalescedOptions()
+    def _allreduce(self, tensor: torch.Tensor, options: CallOptions) -> Work:
+        timeout_ns, reduction = options.timeout_ns, options.reduction
+        if tensor.is_sparse:
+            return DoneWork(
+                [sparse_all_reduce.allreduce(self._engine, tensor, reduction, timeout_ns)]
             )
+        flat, reduction, finish = lay_out_reduced(tensor, reduction)
+        ticket = self._engine.allreduce(flat, reduction, wait=options.wait, timeout_ns=timeout_ns)
+        return self._work(ticket, [tensor], finish)
+
+    def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: TorchOptions = None) -> Work:
+        """One call for many tensors of one dtype, through a flat copy."""
+        if not tensors[0].is_cpu:
+            coalesced = torch_options(dist.AllreduceCoalescedOptions(), opts)
+            return self._delegate(tensors[0], "allreduce_coalesced", tensors, coalesced)
         if len(tensors) == 1:
             return self.allreduce(tensors, opts)
-        reduction, wait, timeout_ns = self._reduce_options(opts, None, None)
-        return self._together(
-            tensors,
-            lambda flat, wait: self._engine.allreduce(
-                flat, reduction, wait=wait, timeout_ns=timeout_ns
-            ),
-            tensors,
-            wait,
-            reduction,
+        options = self._options(opts)
+        check_same_dtype("all_reduce_coalesced", tensors)
+        if options.reduction.code == Op.PREMUL_SUM:
+            return self._combined(self._allreduce(tensor, options) for tensor in tensors)
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+        def finish() -> None:
+            sizes = [tensor.numel() for tensor in tensors]
+            for tensor, part in zip(tensors, flat.split(sizes), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+        ticket = self._engine.allreduce(
+            flat, options.reduction, wait=options.wait, timeout_ns=options.timeout_ns
         )
+        return self._work(ticket, tensors, finish)
 
     def reduce(
         self,
-        tensors: torch.Tensor | list[torch.Tensor],
-        opts: Any = None,
-        root: Any = None,
+        tensors: TensorLists,
+        opts: TorchOptions = None,
+        root: int | None = None,
         op: Any = None,
     ) -> Work:
-        tensor = tensors if isinstance(tensors, torch.Tensor) else _only(tensors)
-        if isinstance(opts, int):
-            opts, root = None, opts
+        tensor = single_tensor(tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(tensor, "reduce", [tensor], opts)
-        reduction, wait, timeout_ns = self._reduce_options(opts, op, None)
-        root = self._root("reduce", opts, root)
-        flat, finish = _laid_out(tensor)
-        flat, reduction = _scaled(flat, tensor, reduction)
-        if flat is not tensor and finish is None:
-            finish = _copy_back(tensor, flat)
-        if self.rank() != root:
-            finish = None
-        ticket = self._engine.reduce(flat, root, reduction, wait=wait, timeout_ns=timeout_ns)
-        return self._work(ticket, [tensor], finish)
+            reduce_options = torch_options(dist.ReduceOptions(), opts, op=op, root=root)
+            return self._delegate(tensor, "reduce", [tensor], reduce_options)
+        options = self._options(opts, op=op, root=root, rooted="reduce")
+        flat, reduction, finish = lay_out_reduced(tensor, options.reduction)
+        ticket = self._engine.reduce(
+            flat, options.root, reduction, wait=options.wait, timeout_ns=options.timeout_ns
+        )
+        return self._work(ticket, [tensor], finish if self.rank() == options.root else None)
 
     def reduce_scatter(
         self,
-        output_tensors: Any,
-        input_tensors: Any,
-        opts: Any = None,
+        output_tensors: TensorLists,
+        input_tensors: TensorLists,
+        opts: TorchOptions = None,
         op: Any = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
     ) -> Work:
-        output = (
-            output_tensors if isinstance(output_tensors, torch.Tensor) else _only(output_tensors)
-        )
-        inputs = input_tensors if _is_flat(input_tensors) else _only(input_tensors)
+        output, inputs = single_tensor(output_tensors), flat_list(input_tensors)
         if not output.is_cpu:
-            return self._elsewhere(
-                output,
-                "reduce_scatter",
-                [output],
-                [inputs],
-                _options(dist.ReduceScatterOptions(), opts, op, timeout),
-            )
-        return self._reduce_scatter(output, inputs, *self._reduce_options(opts, op, timeout))
+            options = torch_options(dist.ReduceScatterOptions(), opts, op=op, timeout=timeout)
+            return self._delegate(output, "reduce_scatter", [output], [inputs], options)
+        return self._reduce_scatter(output, inputs, self._options(opts, op=op, timeout=timeout))
 
     def reduce_scatter_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - torch's own name for it
-        opts: Any = None,
+        opts: TorchOptions = None,
     ) -> Work:
         if not output.is_cpu:
-            return self._elsewhere(
-                output, "_reduce_scatter_base", output, input, opts or dist.ReduceScatterOptions()
-            )
+            options = torch_options(dist.ReduceScatterOptions(), opts)
+            return self._delegate(output, "_reduce_scatter_base", output, input, options)
         flat = input.contiguous().view(-1)
-        self._check_whole("reduce_scatter", flat.numel(), output.numel())
-        inputs = flat.view(self.size(), -1).unbind() if flat.numel() else [flat] * self.size()
-        return self._reduce_scatter(output, inputs, *self._reduce_options(opts, None, None))
+        self._check_divides("reduce_scatter", flat.numel(), output.numel())
+        return self._reduce_scatter(output, self._blocks(flat), self._options(opts))
 
     _reduce_scatter_base = reduce_scatter_single
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: TorchOptions = None,
     ) -> Work:
-        return self._all_of(
-            self.reduce_scatter_single(out, given, opts)
-            for out, given in zip(outputs, inputs, strict=True)
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._combined(self.reduce_scatter_single(*pair, opts) for pair in pairs)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
     def _reduce_scatter(
-        self,
-        output: torch.Tensor,
-        inputs: _Tensors,
-        reduction: Reduction,
-        wait: bool,
-        timeout_ns: int,
+        self, output: torch.Tensor, inputs: Sequence[torch.Tensor], options: CallOptions
     ) -> Work:
-        _check_same_dtype("reduce_scatter", [output, *inputs])
-        out, finish = _laid_out(output, read=False)
-        blocks = [_contiguous(block) for block in inputs]
-        if reduction.code == _PREMUL_SUM:
+        check_same_dtype("reduce_scatter", [output, *inputs])
+        out, finish = lay_out(output, read=False)
+        blocks = [contiguous(block) for block in inputs]
+        reduction: Reduction = options.reduction
+        if reduction.code == Op.PREMUL_SUM:
             blocks = [block * reduction.factor for block in blocks]
-            reduction = _REDUCTIONS[0]
+            reduction = REDUCTIONS[Op.SUM]
         ticket = self._engine.reduce_scatter(
-            out, blocks, reduction, wait=wait, timeout_ns=timeout_ns
+            out, blocks, reduction, wait=options.wait, timeout_ns=options.timeout_ns
         )
         return self._work(ticket, [output], finish)
 
-    # --- moving data -------------------------------------------------------------------------------
+    # --- moving data ------------------------------------------------------------------------------
     def broadcast(
         self,
-        tensors: torch.Tensor | list[torch.Tensor],
-        opts: Any = None,
+        tensors: TensorLists,
+        opts: TorchOptions = None,
         root: int | None = None,
-        timeout: Any = None,
+        timeout: timedelta | None = None,
     ) -> Work:
-        tensor = tensors if isinstance(tensors, torch.Tensor) else _only(tensors)
-        if isinstance(opts, int):
-            opts, root = None, opts
+        tensor = single_tensor(tensors)
         if not tensor.is_cpu:
-            options = opts or dist.BroadcastOptions()
-            options.rootRank = opts.rootRank if opts is not None else root or 0
-            return self._elsewhere(tensor, "broadcast", [tensor], options)
-        source = self._root("broadcast", opts, root)
-        flat, finish = _laid_out(tensor, read=self.rank() == source)
-        if self.rank() == source:
-            finish = None
-        wait, timeout_ns = self._call_options(opts, timeout)
-        ticket = self._engine.broadcast(flat, source, wait=wait, timeout_ns=timeout_ns)
-        return self._work(ticket, [tensor], finish)
+            broadcast_options = torch_options(
+                dist.BroadcastOptions(), opts, root=root, timeout=timeout
+            )
+            return self._delegate(tensor, "broadcast", [tensor], broadcast_options)
+        options = self._options(opts, root=root, timeout=timeout, rooted="broadcast")
+        is_root = self.rank() == options.root
+        flat, finish = lay_out(tensor, read=is_root)
+        ticket = self._engine.broadcast(
+            flat, options.root, wait=options.wait, timeout_ns=options.timeout_ns
+        )
+        return self._work(ticket, [tensor], None if is_root else finish)
 
     def allgather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, timeout: Any = None
+        self,
+        output_tensors: TensorLists,
+        input_tensors: TensorLists,
+        opts: TorchOptions = None,
+        timeout: timedelta | None = None,
     ) -> Work:
-        tensor = input_tensors if isinstance(input_tensors, torch.Tensor) else _only(input_tensors)
-        outputs = output_tensors if _is_flat(output_tensors) else _only(output_tensors)
+        tensor, outputs = single_tensor(input_tensors), flat_list(output_tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(
-                tensor, "allgather", [outputs], [tensor], opts or AllgatherOptions()
-            )
-        _check_same_dtype("all_gather", [tensor, *outputs])
-        wait, timeout_ns = self._call_options(opts, timeout)
-        laid = [_laid_out(output, read=False) for output in outputs]
+            gather_options = torch_options(AllgatherOptions(), opts, timeout=timeout)
+            return self._delegate(tensor, "allgather", [outputs], [tensor], gather_options)
+        check_same_dtype("all_gather", [tensor, *outputs])
+        options = self._options(opts, timeout=timeout)
+        laid = [lay_out(output, read=False) for output in outputs]
         ticket = self._engine.allgather(
-            [flat for flat, _ in laid], _contiguous(tensor), wait=wait, timeout_ns=timeout_ns
+            [flat for flat, _ in laid],
+            contiguous(tensor),
+            wait=options.wait,
+            timeout_ns=options.timeout_ns,
         )
-        return self._work(ticket, list(outputs), _each(finish for _, finish in laid))
+        return self._work(ticket, list(outputs), run_each(finish for _, finish in laid))
 
     def all_gather_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,  # noqa: A002 - torch's own name for it
-        opts: Any = None,
+        opts: TorchOptions = None,
     ) -> Work:
         if not input.is_cpu:
-            return self._elsewhere(
-                input, "_allgather_base", output, input, opts or AllgatherOptions()
-            )
-        _check_same_dtype("all_gather_into_tensor", [output, input])
-        self._check_whole("all_gather_into_tensor", output.numel(), input.numel())
-        flat, finish = _laid_out(output, read=False)
-        parts = (
-            flat.view(-1).view(self.size(), -1).unbind() if flat.numel() else [flat] * self.size()
+            gather_options = torch_options(AllgatherOptions(), opts)
+            return self._delegate(input, "_allgather_base", output, input, gather_options)
+        check_same_dtype("all_gather_into_tensor", [output, input])
+        self._check_divides("all_gather_into_tensor", output.numel(), input.numel())
+        flat, finish = lay_out(output, read=False)
+        options = self._options(opts)
+        ticket = self._engine.allgather(
+            self._blocks(flat.view(-1)),
+            contiguous(input),
+            wait=options.wait,
+            timeout_ns=options.timeout_ns,
         )
-        wait, timeout_ns = self._call_options(opts, None)
-        ticket = self._engine.allgather(parts, _contiguous(input), wait=wait, timeout_ns=timeout_ns)
         return self._work(ticket, [output], finish)
 
     _allgather_base = all_gather_single
 
     def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
+        self,
+        outputs: list[torch.Tensor],
+        inputs: list[torch.Tensor],
+        opts: TorchOptions = None,
     ) -> Work:
-        return self._all_of(
-            self.all_gather_single(out, given, opts)
-            for out, given in zip(outputs, inputs, strict=True)
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._combined(self.all_gather_single(*pair, opts) for pair in pairs)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
 
     def allgather_coalesced(
-        self, output_lists: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
+        self,
+        output_lists: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: TorchOptions = None,
     ) -> Work:
         # torch gives one list per rank, each holding one tensor per input.
-        return self._all_of(
+        return self._combined(
             self.allgather([[outputs[i] for outputs in output_lists]], [tensor], opts)
             for i, tensor in enumerate(inputs)
         )
 
     def gather(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None
+        self,
+        output_tensors: TensorLists,
+        input_tensors: TensorLists,
+        opts: TorchOptions = None,
+        root: int | None = None,
     ) -> Work:
-        tensor = input_tensors if isinstance(input_tensors, torch.Tensor) else _only(input_tensors)
-        if isinstance(opts, int):
-            opts, root = None, opts
+        tensor = single_tensor(input_tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(tensor, "gather", output_tensors, [tensor], opts)
-        goal = self._root("gather", opts, root)
-        outputs = None
-        if self.rank() == goal:
-            outputs = output_tensors if _is_flat(output_tensors) else _only(output_tensors)
-            _check_same_dtype("gather", [tensor, *outputs])
-        elif _flattened(output_tensors):
+            gather_options = torch_options(dist.GatherOptions(), opts, root=root)
+            return self._delegate(tensor, "gather", output_tensors, [tensor], gather_options)
+        options = self._options(opts, root=root, rooted="gather")
+        outputs: Sequence[torch.Tensor] = []
+        is_root = self.rank() == options.root
+        if is_root:
+            outputs = flat_list(output_tensors)
+            check_same_dtype("gather", [tensor, *outputs])
+        elif all_tensors(output_tensors):
             raise ConfigError(
-                f"rank {self.rank()}: gather: only the root, rank {goal}, gives output tensors"
+                f"rank {self.rank()}: gather: only the root, rank {options.root}, gives output "
+                "tensors"
             )
-        laid = [_laid_out(output, read=False) for output in outputs or []]
-        wait, timeout_ns = self._call_options(opts, None)
+        laid = [lay_out(output, read=False) for output in outputs]
         ticket = self._engine.gather(
-            [flat for flat, _ in laid] if outputs is not None else None,
-            _contiguous(tensor),
-            goal,
-            wait=wait,
-            timeout_ns=timeout_ns,
+            [flat for flat, _ in laid] if is_root else None,
+            contiguous(tensor),
+            options.root,
+            wait=options.wait,
+            timeout_ns=options.timeout_ns,
         )
-        return self._work(ticket, list(outputs or []), _each(finish for _, finish in laid))
+        return self._work(ticket, list(outputs), run_each(finish for _, finish in laid))
 
     def scatter(
-        self, output_tensors: Any, input_tensors: Any, opts: Any = None, root: int | None = None
+        self,
+        output_tensors: TensorLists,
+        input_tensors: TensorLists,
+        opts: TorchOptions = None,
+        root: int | None = None,
     ) -> Work:
-        output = (
-            output_tensors if isinstance(output_tensors, torch.Tensor) else _only(output_tensors)
-        )
-        if isinstance(opts, int):
-            opts, root = None, opts
+        output = single_tensor(output_tensors)
         if not output.is_cpu:
-            return self._elsewhere(output, "scatter", [output], input_tensors, opts)
-        source = self._root("scatter", opts, root)
-        inputs = None
-        if self.rank() == source:
-            inputs = input_tensors if _is_flat(input_tensors) else _only(input_tensors)
-            _check_same_dtype("scatter", [output, *inputs])
-            inputs = [_contiguous(tensor) for tensor in inputs]
-        elif _flattened(input_tensors):
+            scatter_options = torch_options(dist.ScatterOptions(), opts, root=root)
+            return self._delegate(output, "scatter", [output], input_tensors, scatter_options)
+        options = self._options(opts, root=root, rooted="scatter")
+        inputs: list[torch.Tensor] | None = None
+        if self.rank() == options.root:
+            given = flat_list(input_tensors)
+            check_same_dtype("scatter", [output, *given])
+            inputs = [contiguous(tensor) for tensor in given]
+        elif all_tensors(input_tensors):
             raise ConfigError(
-                f"rank {self.rank()}: scatter: only the root, rank {source}, gives input tensors"
+                f"rank {self.rank()}: scatter: only the root, rank {options.root}, gives input "
+                "tensors"
             )
-        flat, finish = _laid_out(output, read=False)
-        wait, timeout_ns = self._call_options(opts, None)
-        ticket = self._engine.scatter(flat, inputs, source, wait=wait, timeout_ns=timeout_ns)
+        flat, finish = lay_out(output, read=False)
+        ticket = self._engine.scatter(
+            flat, inputs, options.root, wait=options.wait, timeout_ns=options.timeout_ns
+        )
         return self._work(ticket, [output], finish)
 
     def alltoall(
         self,
         output_tensors: list[torch.Tensor],
         input_tensors: list[torch.Tensor],
-        opts: Any = None,
+        opts: TorchOptions = None,
     ) -> Work:
-        if not input_tensors[0].is_cpu:
-            return self._elsewhere(
-                input_tensors[0],
-                "alltoall",
-                output_tensors,
-                input_tensors,
-                opts or dist.AllToAllOptions(),
-            )
-        _check_same_dtype("all_to_all", [*output_tensors, *input_tensors])
-        laid = [_laid_out(output, read=False) for output in output_tensors]
-        wait, timeout_ns = self._call_options(opts, None)
+        first = input_tensors[0]
+        if not first.is_cpu:
+            all_options = torch_options(dist.AllToAllOptions(), opts)
+            return self._delegate(first, "alltoall", output_tensors, input_tensors, all_options)
+        check_same_dtype("all_to_all", [*output_tensors, *input_tensors])
+        laid = [lay_out(output, read=False) for output in output_tensors]
+        options = self._options(opts)
         ticket = self._engine.alltoall(
             [flat for flat, _ in laid],
-            [_contiguous(tensor) for tensor in input_tensors],
-            wait=wait,
-            timeout_ns=timeout_ns,
+            [contiguous(tensor) for tensor in input_tensors],
+            wait=options.wait,
+            timeout_ns=options.timeout_ns,
         )
-        return self._work(ticket, output_tensors, _each(finish for _, finish in laid))
+        return self._work(ticket, output_tensors, run_each(finish for _, finish in laid))
 
     def all_to_all_single(
         self,
@@ -532,86 +557,98 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         input: torch.Tensor,  # noqa: A002 - torch's name
         output_split_sizes: list[int] | None = None,
         input_split_sizes: list[int] | None = None,
-        opts: Any = None,
+        opts: TorchOptions = None,
     ) -> Work:
         if not input.is_cpu:
-            return self._elsewhere(
-                input,
-                "alltoall_base",
-                output,
-                input,
-                output_split_sizes or [],
-                input_split_sizes or [],
-                opts or dist.AllToAllOptions(),
-            )
-        _check_same_dtype("all_to_all_single", [output, input])
-        flat, finish = _laid_out(output, read=False)
-        wait, timeout_ns = self._call_options(opts, None)
+            sizes = (output_split_sizes or [], input_split_sizes or [])
+            all_options = torch_options(dist.AllToAllOptions(), opts)
+            return self._delegate(input, "alltoall_base", output, input, *sizes, all_options)
+        check_same_dtype("all_to_all_single", [output, input])
+        flat, finish = lay_out(output, read=False)
+        options = self._options(opts)
         ticket = self._engine.alltoall(
-            self._parts("output", flat, output_split_sizes),
-            self._parts("input", _contiguous(input), input_split_sizes),
-            wait=wait,
-            timeout_ns=timeout_ns,
+            self._split_rows("output", flat, output_split_sizes),
+            self._split_rows("input", contiguous(input), input_split_sizes),
+            wait=options.wait,
+            timeout_ns=options.timeout_ns,
         )
         return self._work(ticket, [output], finish)
 
     alltoall_base = all_to_all_single
 
-    def barrier(self, opts: Any = None, timeout: Any = None) -> Work:
-        wait, timeout_ns = self._call_options(opts, timeout)
-        return self._work(self._engine.barrier(wait=wait, timeout_ns=timeout_ns), [])
+    def barrier(self, opts: TorchOptions = None, timeout: timedelta | None = None) -> Work:
+        options = self._options(opts, timeout=timeout)
+        ticket = self._engine.barrier(wait=options.wait, timeout_ns=options.timeout_ns)
+        return self._work(ticket, [])
 
     def monitored_barrier(
         self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
     ) -> None:
         """A barrier whose error names every rank that did not come, within its own time limit."""
-        if timeout is None:
-            limit = self._timeout_ns
-        else:
-            limit = int(
-                (
-                    timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
-                ).total_seconds()
-                * 1e9
-            )
+        limit_ns = self._timeout_ns
+        if timeout is not None:
+            limit = timeout if isinstance(timeout, timedelta) else timedelta(seconds=timeout)
+            limit_ns = int(limit.total_seconds() * 1e9)
         self._monitored_barriers += 1
         monitored_barrier(
-            self._engine, self._monitored_barriers, limit, wait_all_ranks=wait_all_ranks
+            self._engine, self._monitored_barriers, limit_ns, wait_all_ranks=wait_all_ranks
         )
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
     def send(self, tensors: list[torch.Tensor], dst_rank: int, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor: torch.Tensor = single(tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(tensor, "send", tensors, dst_rank, tag)
-        ticket = self._engine.send(_contiguous(tensor), dst_rank, tag, timeout_ns=self._timeout_ns)
+            return self._delegate(tensor, "send", tensors, dst_rank, tag)
+        ticket = self._engine.send(contiguous(tensor), dst_rank, tag, timeout_ns=self._timeout_ns)
         return self._work(ticket, [tensor])
 
     def recv(self, tensors: list[torch.Tensor], src_rank: int, tag: int = 0) -> Work:
-        tensor = _only(tensors)
+        tensor: torch.Tensor = single(tensors)
         if not tensor.is_cpu:
-            return self._elsewhere(tensor, "recv", tensors, src_rank, tag)
-        flat, finish = _laid_out(tensor, read=False)
+            return self._delegate(tensor, "recv", tensors, src_rank, tag)
+        flat, finish = lay_out(tensor, read=False)
         ticket = self._engine.recv(flat, src_rank, tag, timeout_ns=self._timeout_ns)
         return self._work(ticket, [tensor], finish)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> Work:
         return self.recv(tensors, ANY_SOURCE, tag)
 
-    # --- coalescing: calls made between start and end are waited for together ----------------------
+    # --- coalescing: calls made between start and end are waited for together ---------------------
     def _start_coalescing(self, device: torch.device) -> None:
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Work:
         works, self._coalescing = self._coalescing or [], None
-        return self._all_of(works)
+        return self._combined(works)
 
-    # --- steps -------------------------------------------------------------------------------------
-    def _work(
+    # --- steps ------------------------------------------------------------------------------------
+    def _options(
         self,
-        ticket: Ticket | None,
-        result: list[torch.Tensor],
-        finish: Callable[[], None] | None = None,
+        opts: TorchOptions,
+        *,
+        op: Any = None,
+        root: int | None = None,
+        timeout: timedelta | None = None,
+        rooted: str = "",
+    ) -> CallOptions:
+        """Parse the options of a call and count it. `rooted`: the name of a call that has a root.
+
+        torch waits by itself after a call that returned a `Work`, as the calls of a coalesced block
+        do.
+        """
+        options = parse_options(opts, self._timeout_ns, op=op, root=root, timeout=timeout)
+        if rooted and not 0 <= options.root < self.size():
+            raise ConfigError(
+                f"rank {self.rank()}: {rooted}: invalid root rank: {options.root}; the ranks of "
+                f"this group are 0..{self.size() - 1}"
+            )
+        self._calls += 1
+        if options.wait and self._coalescing is not None:
+            return CallOptions(False, options.timeout_ns, options.reduction, options.root)
+        return options
+
+    def _work(
+        self, ticket: Ticket | None, result: list[torch.Tensor], finish: Finish | None = None
     ) -> Work:
         if ticket is None:
             if finish is not None:
@@ -622,97 +659,48 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             self._coalescing.append(work)
         return work
 
-    def _all_of(self, works: Any) -> Work:
+    def _combined(self, works: Iterable[Work]) -> Work:
         started = list(works)
-        return self._work(_AllOf(started), [tensor for work in started for tensor in work.result()])
+        result = [tensor for work in started for tensor in work.result()]
+        return self._work(_CombinedTicket(started), result)
 
-    def _together(
-        self,
-        tensors: _Tensors,
-        start: Callable[[torch.Tensor, bool], Ticket | None],
-        result: list[torch.Tensor],
-        wait: bool,
-        reduction: Reduction,
-    ) -> Work:
-        """One call for many tensors of one type, through a flat copy."""
-        _check_same_dtype("all_reduce_coalesced", tensors)
-        if reduction.code == _PREMUL_SUM:
-            return self._all_of(self.allreduce([tensor], op=reduction) for tensor in tensors)
-        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    def _delegate(self, tensor: torch.Tensor, method: str, *args: Any) -> Work:
+        """Pass a call on to the backend of the tensor's device."""
+        work: Work = getattr(self._get_backend(tensor.device), method)(*args)
+        return work
 
-        def finish() -> None:
-            for tensor, part in zip(
-                tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True
-            ):
-                tensor.copy_(part.view_as(tensor))
+    def _blocks(self, flat: torch.Tensor) -> Sequence[torch.Tensor]:
+        """One equal part per rank."""
+        return flat.view(self.size(), -1).unbind() if flat.numel() else [flat] * self.size()
 
-        return self._work(start(flat, wait), result, finish)
-
-    def _parts(
+    def _split_rows(
         self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None
     ) -> list[torch.Tensor]:
         rows = tensor.shape[0] if tensor.dim() else 1
+        call = f"rank {self.rank()}: all_to_all_single"
         if not sizes:
             if rows % self.size():
                 raise ConfigError(
-                    f"rank {self.rank()}: all_to_all_single: dimension 0 of the {name} has {rows} rows, "
-                    f"which {self.size()} ranks cannot share equally; give {name}_split_sizes"
+                    f"{call}: dimension 0 of the {name} has {rows} rows, which {self.size()} ranks "
+                    f"cannot share equally; give {name}_split_sizes"
                 )
             sizes = [rows // self.size()] * self.size()
         if len(sizes) != self.size() or sum(sizes) != rows:
             raise ConfigError(
-                f"rank {self.rank()}: all_to_all_single: {name}_split_sizes {list(sizes)} must be {self.size()} "
-                f"numbers that add up to the {rows} rows of the {name}"
+                f"{call}: {name}_split_sizes {list(sizes)} must be {self.size()} numbers that add "
+                f"up to the {rows} rows of the {name}"
             )
         return list(tensor.split(list(sizes)))
 
-    def _elsewhere(self, tensor: torch.Tensor, method: str, *args: Any) -> Work:
-        """Hand a call over to the backend of the tensor's device."""
-        work: Work = getattr(self._get_backend(tensor.device), method)(*args)
-        return work
-
-    def _check_whole(self, call: str, whole: int, part: int) -> None:
+    def _check_divides(self, call: str, whole: int, part: int) -> None:
         if whole != part * self.size():
             raise ConfigError(
-                f"rank {self.rank()}: {call}: {whole} elements on one side are not {self.size()} ranks times "
-                f"{part} on the other"
+                f"rank {self.rank()}: {call}: {whole} elements on one side are not {self.size()} "
+                f"ranks times {part} on the other"
             )
 
-    def _root(self, call: str, opts: Any, given: int | None) -> int:
-        root: int = opts.rootRank if opts is not None else given or 0
-        if not 0 <= root < self.size():
-            raise ConfigError(
-                f"rank {self.rank()}: {call}: invalid root rank: {root}; the ranks of this group are "
-                f"0..{self.size() - 1}"
-            )
-        return root
 
-    def _timeout(self, timeout: Any) -> int:
-        ns = timeout_to_ns(timeout)
-        return ns if ns > 0 else self._timeout_ns
-
-    def _call_options(self, opts: Any, timeout: Any) -> tuple[bool, int]:
-        """(whether to wait, time limit) of a call. torch waits by itself after a call that returned
-        a `Work`.
-        """
-        self._calls += 1
-        if opts is None:
-            return False, self._timeout(timeout)
-        return not opts.asyncOp and self._coalescing is None, self._timeout(opts.timeout)
-
-    def _reduce_options(self, opts: Any, op: Any, timeout: Any) -> tuple[Reduction, bool, int]:
-        if isinstance(opts, Reduction) or isinstance(op, Reduction):
-            return (op or opts), True, self._timeout(timeout)
-        if opts is not None and not hasattr(
-            opts, "reduceOp"
-        ):  # group.allreduce(tensor, ReduceOp.SUM)
-            opts, op = None, opts
-        wait, timeout_ns = self._call_options(opts, timeout)
-        chosen = opts.reduceOp if opts is not None else op if op is not None else dist.ReduceOp.SUM
-        return _reduction(chosen), wait, timeout_ns
-
-
-class _AllOf:
+class _CombinedTicket:
     """Several calls as one."""
 
     source = ANY_SOURCE
@@ -728,107 +716,3 @@ class _AllOf:
 
     def done(self) -> bool:
         return all(work.is_completed() for work in self._works)
-
-
-def _reduction(op: Any) -> Reduction:
-    kind = getattr(op, "op", op)
-    code = int(kind)
-    if code != _PREMUL_SUM:
-        return _REDUCTIONS[code]
-    return Reduction(code, op.factor)
-
-
-def _scaled(
-    flat: torch.Tensor, original: torch.Tensor, reduction: Reduction
-) -> tuple[torch.Tensor, Reduction]:
-    """PREMUL_SUM: each rank multiplies its own data by its own factor, a number or a tensor; then
-    it is a sum.
-    """
-    if reduction.code != _PREMUL_SUM:
-        return flat, reduction
-    scaled = flat * reduction.factor
-    return (scaled if flat is original else flat.copy_(scaled)), _REDUCTIONS[0]
-
-
-def _only(tensors: Any) -> Any:
-    if isinstance(tensors, list | tuple) and len(tensors) == 1:
-        return tensors[0]
-    count = len(tensors) if isinstance(tensors, list | tuple) else type(tensors).__name__
-    raise ConfigError(f"expected a list with one entry (one tensor per process), got {count}")
-
-
-def _is_flat(tensors: Any) -> bool:
-    return (
-        isinstance(tensors, list | tuple)
-        and all(isinstance(tensor, torch.Tensor) for tensor in tensors)
-        and tensors != []
-    )
-
-
-def _flattened(tensors: Any) -> list[torch.Tensor]:
-    if isinstance(tensors, torch.Tensor):
-        return [tensors]
-    return [tensor for inner in tensors or [] for tensor in _flattened(inner)]
-
-
-def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _laid_out(
-    tensor: torch.Tensor, *, read: bool = True
-) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """A contiguous tensor to work on, and what to do afterwards if it is not the tensor itself."""
-    if tensor.is_sparse:
-        raise ConfigError("only all_reduce takes sparse tensors; give tensor.to_dense()")
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor, None
-    flat = _contiguous(tensor) if read else torch.empty(tensor.shape, dtype=tensor.dtype)
-    if flat.data_ptr() == tensor.data_ptr() and read:
-        flat = flat.clone()
-    return flat, _copy_back(tensor, flat)
-
-
-def _copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> Callable[[], None]:
-    def copy() -> None:
-        with torch.no_grad():
-            tensor.copy_(flat)
-
-    return copy
-
-
-def _each(steps: Any) -> Callable[[], None] | None:
-    todo = [step for step in steps if step is not None]
-    if not todo:
-        return None
-
-    def run() -> None:
-        for step in todo:
-            step()
-
-    return run
-
-
-def _check_same_dtype(call: str, tensors: _Tensors) -> None:
-    kinds = {tensor.dtype for tensor in tensors}
-    if len(kinds) > 1:
-        raise ConfigError(
-            f"{call}: all tensors of a call must have one dtype, got {sorted(map(str, kinds))}"
-        )
-    for tensor in tensors:
-        if not tensor.is_cpu:
-            raise ConfigError(
-                f"{call}: all tensors of a call must be on one device, got one on {tensor.device}"
-            )
-
-
-def _options(options: Any, given: Any, op: Any, timeout: Any) -> Any:
-    """torch's options object for a call made in the short form."""
-    if given is not None and hasattr(given, "reduceOp"):
-        return given
-    chosen = op if op is not None else given
-    if chosen is not None:
-        options.reduceOp = chosen
-    if timeout is not None:
-        options.timeout = timeout
-    return options

@@ -1,4 +1,4 @@
-"""What a call on a group returns: torch's `Work`, done already or still under way."""
+"""What a call on a group returns: torch's `Work`, done already or still in progress."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
 
+from paceline._torch_internals import Work
 from paceline.backend.engine import Ticket
 from paceline.errors import CollectiveTimeout
 
 __all__ = ["Completer", "DoneWork", "PendingWork", "timeout_to_ns"]
 
-_REMEMBERED = 1024
-_SMALL = 4096  # elements
+_MAX_KEPT_WORKS = 1024
+_SMALL_NUMEL = 4096
 
 
 def timeout_to_ns(timeout: timedelta | None) -> int:
-    """Nanoseconds, or -1 for torch's several ways to say "the group's own"."""
+    """Nanoseconds, or -1 where torch means "the group's own": None, zero or a negative time."""
     if timeout is None:
         return -1
     ns = (timeout.days * 86_400 + timeout.seconds) * 1_000_000_000 + timeout.microseconds * 1000
@@ -30,7 +30,7 @@ def timeout_to_ns(timeout: timedelta | None) -> int:
 
 
 class DoneWork(Work):
-    """A call that has ended well."""
+    """A call that has succeeded."""
 
     def __init__(self, result: list[torch.Tensor]) -> None:
         super().__init__()
@@ -60,7 +60,9 @@ class DoneWork(Work):
 
 
 class PendingWork(Work):
-    """A call under way. `finish` runs once, when it has ended well (say, to copy a result back)."""
+    """A call in progress. `finish` runs once, when it has succeeded, for example to copy a result
+    back.
+    """
 
     def __init__(
         self,
@@ -75,12 +77,12 @@ class PendingWork(Work):
         self._completer = completer
         self._finish = finish
         self._lock = threading.Lock()
-        self._settled = False
+        self._ended = False
         self._error: BaseException | None = None
         self._future: torch.futures.Future[Any] | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not self._settle(timeout_to_ns(timeout)):
+        if not self._await_end(timeout_to_ns(timeout)):
             raise CollectiveTimeout(f"the call was not done within the {timeout} given to wait()")
         if self._error is not None:
             raise self._error
@@ -90,7 +92,7 @@ class PendingWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._settled or (self._ticket.done() and self._settle(-1))
+        return self._ended or (self._ticket.done() and self._await_end(-1))
 
     def is_success(self) -> bool:
         return self.is_completed() and self._error is None
@@ -122,13 +124,13 @@ class PendingWork(Work):
         # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without
         # its Python half it would wait for ever. So the object lives on for a while; large tensors
         # do not.
-        if sum(tensor.numel() for tensor in self._result) > _SMALL:
+        if sum(tensor.numel() for tensor in self._result) > _SMALL_NUMEL:
             self._result = []
-        self._completer.remember(self)
+        self._completer.keep(self)
 
-    def _settle(self, timeout_ns: int) -> bool:
-        """Wait for the end and note how it was; False if it did not come in time."""
-        if self._settled:
+    def _await_end(self, timeout_ns: int) -> bool:
+        """Wait for the end and record the outcome; False if it did not come in time."""
+        if self._ended:
             return True
         error: BaseException | None = None
         try:
@@ -137,16 +139,16 @@ class PendingWork(Work):
         except Exception as failure:
             error = failure
         with self._lock:
-            if not self._settled:
+            if not self._ended:
                 if error is None and self._finish is not None:
                     self._finish()
                 self._error = error
-                self._settled = True
+                self._ended = True
         return True
 
     def complete(self) -> None:
-        """Wait, then fulfil the future. Runs on the completer's thread."""
-        self._settle(-1)
+        """Wait, then set the future's result. Runs on the completer's thread."""
+        self._await_end(-1)
         self._resolve()
 
     def _resolve(self) -> None:
@@ -158,7 +160,7 @@ class PendingWork(Work):
 
 
 class Completer:
-    """One thread per group that fulfils futures, in the order the calls were made. Started when
+    """One thread per group that completes futures, in the order the calls were made. Started when
     first needed.
     """
 
@@ -167,20 +169,20 @@ class Completer:
         self._queue: queue.SimpleQueue[PendingWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._remembered: collections.deque[PendingWork] = collections.deque(maxlen=_REMEMBERED)
+        self._kept: collections.deque[PendingWork] = collections.deque(maxlen=_MAX_KEPT_WORKS)
 
-    def remember(self, work: PendingWork) -> None:
+    def keep(self, work: PendingWork) -> None:
         """Keep a call alive that nobody in Python refers to any more."""
-        self._remembered.append(work)
+        self._kept.append(work)
 
     def is_current_thread(self) -> bool:
-        """Whether the caller is a callback of a future: it must not wait for this thread to fulfil
-        another.
+        """Whether the caller is a callback of a future: it must not wait for this thread to
+        complete another.
         """
         return threading.current_thread() is self._thread
 
     def watch(self, work: PendingWork) -> None:
-        """Fulfil this work's future when it ends."""
+        """Complete this work's future when it ends."""
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
@@ -194,7 +196,7 @@ class Completer:
         if thread is not None:
             self._queue.put(None)
             thread.join()
-        self._remembered.clear()
+        self._kept.clear()
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:

@@ -55,7 +55,7 @@ class CallErrors:
         self._pids = pids
         self._pid_watch = pid_watch
 
-    # --- collectives -------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
     def of_call(self, status: int, kind: int, timeout_ns: int = -1) -> Exception:
         """The exception for a status of a collective of this kind, called with this time limit."""
         call = Kind.NAMES[kind]
@@ -180,7 +180,7 @@ class CallErrors:
         state = f"pid {pid}, {'alive' if is_running(pid) else 'not running'}"
         return f"{state}; its error: {error_text}" if error_text else state
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
     def of_message(self, status: int, message: Message, *, is_send: bool) -> Exception:
         """The exception for a status of a message."""
         peer = "any rank" if message.peer == ANY_SOURCE else f"rank {self._name(message.peer)}"

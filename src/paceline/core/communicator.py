@@ -92,7 +92,7 @@ class Communicator:
         _communicators.add(self)
         register_channel(self)
 
-    # --- life --------------------------------------------------------------------------------------
+    # --- life -------------------------------------------------------------------------------------
     @classmethod
     def join(
         cls,
@@ -175,7 +175,7 @@ class Communicator:
             self._core.plc_comm_leave(handle)
             _unwatch(self._pids, self.rank)
 
-    # --- a failure channel: what `paceline.failure_channel` calls when this process fails ----------
+    # --- a failure channel: what `paceline.failure_channel` calls when this process fails ---------
     def publish(self, text: str, *, leaving: bool) -> None:
         """Publish an error, which peers can read whatever becomes of this process."""
         if self._handle is not None:
@@ -229,7 +229,7 @@ class Communicator:
             )
         return self._handle
 
-    # --- collectives -------------------------------------------------------------------------------
+    # --- collectives ------------------------------------------------------------------------------
     def allreduce(
         self, address: int, count: int, dtype: int, op: int, timeout_ns: int = -1
     ) -> None:
@@ -261,7 +261,7 @@ class Communicator:
             raise self.error(status, request.kind, request.timeout_ns)
         return True
 
-    # --- messages ----------------------------------------------------------------------------------
+    # --- messages ---------------------------------------------------------------------------------
     def post(self, message: Message, *, is_send: bool) -> None:
         """Start to send or receive. Keep `message` alive until it finished."""
         status = (self._core.plc_send if is_send else self._core.plc_receive)(self.handle, message)
