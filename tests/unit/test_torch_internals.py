@@ -94,4 +94,5 @@ def test_backward_without_checks_accumulates():
     internals.run_backward(
         (y,), (torch.ones(2),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-    assert x.grad is not None and x.grad.tolist() == [3.0, 3.0]
+    assert x.grad is not None
+    assert x.grad.tolist() == [3.0, 3.0]
