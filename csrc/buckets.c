@@ -17,13 +17,21 @@
 #define CHUNK_BYTES (64 * 1024)
 #define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
 #define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
-/* Note n is overwritten by note n + 4. A rank writes that one after an exchange at which every rank arrived with note
- * n + 3 written, hence with note n read. */
-#define NOTES 4
+/* Header n is overwritten by header n + 4. A rank writes that one after an exchange at which every rank arrived with
+ * header n + 3 written, hence with header n read. */
+#define HEADERS 4
 
 typedef struct {
-    _Alignas(CACHE_LINE) double numbers[PLC_NOTE_NUMBERS];
-} note;
+    _Alignas(CACHE_LINE) double numbers[PLC_HEADER_NUMBERS];
+} header;
+
+/* Every rank's factor in an average. Where all ranks that bring anything have the same one, the average is a plain one
+ * with that factor, and has the bits of a plain one; a rank of weight 0 brings zeros, for which any factor will do. */
+typedef struct {
+    bool given, uniform;
+    double factor; /* if uniform */
+    double ranks[PLC_MAX_RANKS];
+} weighting;
 
 typedef struct {
     event_count arrived;
@@ -46,9 +54,9 @@ struct plc_arena {
     uint64_t mapped_bytes, bytes_per_rank;
     uint32_t rank, ranks, buckets; /* ranks: also known when the communicator is gone */
     bucket *table;
-    uint32_t noted, weighing; /* notes written so far; the one whose numbers are weights */
-    uint32_t blocks; /* that went through the rings so far */
-    bool weighs, by_samples, divide_by_ranks;
+    uint32_t headers; /* that this rank has written so far */
+    uint32_t blocks;  /* that went through the rings so far */
+    weighting weights;
 };
 
 typedef struct {
@@ -58,14 +66,14 @@ typedef struct {
 /* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
 static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
 
-/* The mapping: a control per bucket, every rank's table of uses, every rank's notes, every rank's definitions, every
+/* The mapping: a control per bucket, every rank's table of uses, every rank's headers, every rank's definitions, every
  * rank's progress through rings, every rank's region. */
-static uint64_t notes_at(uint32_t ranks, uint32_t buckets) {
+static uint64_t headers_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
 }
 
 static uint64_t definitions_at(uint32_t ranks, uint32_t buckets) {
-    return notes_at(ranks, buckets) + ranks * NOTES * sizeof(note);
+    return headers_at(ranks, buckets) + ranks * HEADERS * sizeof(header);
 }
 
 static uint64_t progress_at(uint32_t ranks, uint32_t buckets) {
@@ -116,55 +124,35 @@ void *plc_arena_region(plc_arena *arena, uint32_t rank) {
     return (char *)arena->mapping + regions_at(arena->ranks, arena->buckets) + rank * arena->bytes_per_rank;
 }
 
-static note *note_of(const plc_arena *arena, uint32_t rank, uint32_t number) {
-    return (note *)((char *)arena->mapping + notes_at(arena->ranks, arena->buckets)) + rank * NOTES + number % NOTES;
+static header *header_of(const plc_arena *arena, uint32_t rank, uint32_t number) {
+    char *table = (char *)arena->mapping + headers_at(arena->ranks, arena->buckets);
+    return (header *)table + rank * HEADERS + number % HEADERS;
 }
 
-uint32_t plc_arena_note(plc_arena *arena, const double *numbers, int weighs) {
-    uint32_t number = arena->noted++;
-    memcpy(note_of(arena, arena->rank, number)->numbers, numbers, sizeof(note));
-    if (weighs) arena->weighing = number;
+uint32_t plc_arena_write_header(plc_arena *arena, const double *numbers) {
+    uint32_t number = arena->headers++;
+    memcpy(header_of(arena, arena->rank, number)->numbers, numbers, sizeof(header));
     return number;
 }
 
-void plc_arena_read_notes(plc_arena *arena, uint32_t number, double *out) {
+void plc_arena_read_headers(plc_arena *arena, uint32_t number, double *out) {
     for (uint32_t r = 0; r < arena->ranks; r++)
-        memcpy(out + r * PLC_NOTE_NUMBERS, note_of(arena, r, number)->numbers, sizeof(note));
+        memcpy(out + r * PLC_HEADER_NUMBERS, header_of(arena, r, number)->numbers, sizeof(header));
 }
 
-void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ranks) {
-    arena->weighs = true;
-    arena->by_samples = by_samples != 0;
-    arena->divide_by_ranks = divide_by_ranks != 0;
+static void set_factor(plc_arena *arena, double factor) {
+    arena->weights.given = arena->weights.uniform = true;
+    arena->weights.factor = factor;
 }
 
-/* What each rank's numbers count for in a weighted average. If they all count the same, `divisor` says 1 / how much
- * and weights are not filled in: then the average is a plain one, with the bits of a plain one. */
-typedef struct {
-    uint64_t divisor;
-    double weights[PLC_MAX_RANKS];
-} weighting;
-
-static void weigh(const plc_arena *arena, weighting *out) {
-    uint32_t ranks = arena->ranks;
-    uint64_t active = 0, counted = 0;
-    double samples = 0, longest = 0;
-    for (uint32_t r = 0; r < ranks; r++) {
-        const double *n = note_of(arena, r, arena->weighing)->numbers;
-        active += n[3] > 0;
-        counted += n[2] > 0;
-        samples += n[2];
-        longest = MAX(longest, n[3]);
+void plc_arena_set_weights(plc_arena *arena, const double *weights) {
+    double factor = 0;
+    for (uint32_t r = 0; r < arena->ranks && factor == 0; r++) factor = weights[r];
+    set_factor(arena, factor);
+    for (uint32_t r = 0; r < arena->ranks; r++) {
+        arena->weights.ranks[r] = weights[r];
+        if (weights[r] != 0 && weights[r] != factor) arena->weights.uniform = false;
     }
-    out->divisor = arena->divide_by_ranks ? ranks : MAX(arena->by_samples ? counted : active, UINT64_C(1));
-    if (!arena->by_samples) return;
-    bool equal = true;
-    for (uint32_t r = 0; r < ranks; r++) {
-        const double *n = note_of(arena, r, arena->weighing)->numbers;
-        if (n[2] > 0 && n[1] * longest * (double)counted != samples) equal = false;
-        out->weights[r] = n[2] > 0 ? n[1] * longest / samples * (double)counted / (double)out->divisor : 0;
-    }
-    if (!equal) out->divisor = 0;
 }
 
 static bucket_control *control_of(const plc_arena *arena, uint32_t index) {
@@ -202,7 +190,7 @@ int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_
     return define(arena, index, offset, bytes, &b);
 }
 
-int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
+int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
                           uint32_t dtype, uint32_t op) {
     if (arena->ranks < 2) return PLC_INVALID; /* nothing to sum */
     /* Room for a cache line of every part in every block of both rings. */
@@ -221,12 +209,12 @@ static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64
         inputs[r] = (const char *)plc_arena_region(arena, r) + b->offset + from * element;
     if (w == NULL) {
         reduce_block(first, inputs, ranks, count, b->dtype, b->op, 1.0);
-    } else if (w->divisor != 0) {
+    } else if (w->uniform) {
         /* Scaled before it is added, as torch does it: the same bits as torch's class on a group of this kind. */
-        reduce_block(first, inputs, ranks, count, b->dtype, PLC_PREMUL_SUM, 1.0 / (double)w->divisor);
+        reduce_block(first, inputs, ranks, count, b->dtype, PLC_PREMUL_SUM, w->factor);
     } else {
         for (uint32_t r = 0; r < ranks; r++)
-            reduce_block((void *)inputs[r], &inputs[r], 1, count, b->dtype, PLC_PREMUL_SUM, w->weights[r]);
+            reduce_block((void *)inputs[r], &inputs[r], 1, count, b->dtype, PLC_PREMUL_SUM, w->ranks[r]);
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
     }
     for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
@@ -242,8 +230,7 @@ static void help(plc_arena *arena, uint32_t index) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     uint64_t first = (uint64_t)(b->uses - 1) * b->chunks, end = first + b->chunks;
-    weighting w, *weights = b->op == PLC_AVG && arena->weighs ? &w : NULL;
-    if (weights != NULL) weigh(arena, weights);
+    const weighting *weights = b->op == PLC_AVG && arena->weights.given ? &arena->weights : NULL;
     for (;;) {
         uint64_t claim = atomic_load(&c->claimed);
         if (claim >= end) return;
@@ -324,7 +311,7 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
 
 /* Both rings in the room the bucket was given. Every rank ends a call with what it staged read, and begins to sum only
  * when all have staged, hence have fetched the sums of the call before: so each call may use the same room again. */
-static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t deadline) {
+static int reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t deadline) {
     const bucket *b = &arena->table[index];
     uint64_t half = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
     unsigned char *room = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
@@ -345,12 +332,10 @@ static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t dead
                .progress = ((ring_control *)((char *)arena->mapping + progress_at(arena->ranks, arena->buckets)))->progress,
                .progress_stride = sizeof(ring_control),
                .first = arena->blocks};
-    if (b->op == PLC_AVG && arena->weighs) {
-        weighting w;
-        weigh(arena, &w);
-        p.op = w.divisor != 0 ? PLC_PREMUL_SUM : PLC_SUM;
-        if (w.divisor != 0) p.factor = 1.0 / (double)w.divisor;
-        else p.weight = w.weights[arena->rank];
+    if (b->op == PLC_AVG && arena->weights.given) {
+        p.op = arena->weights.uniform ? PLC_PREMUL_SUM : PLC_SUM;
+        if (arena->weights.uniform) p.factor = arena->weights.factor;
+        else p.weight = arena->weights.ranks[arena->rank];
     }
     pipeline_plan(&p);
     int status = pipeline_run(&p, false);
@@ -358,7 +343,7 @@ static int reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t dead
     return status;
 }
 
-int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns) {
+int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns) {
     if (index >= arena->buckets || arena->table[index].ring_bytes == 0) return PLC_INVALID;
     gil_scope scope;
     if (!comm_enter(arena->comm)) return PLC_ABORTED;
@@ -367,7 +352,7 @@ int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t 
     int status = plc_bucket_ready(arena, index);
     if (status == PLC_OK) status = all_are_in(arena, index, deadline);
     gil_release();
-    if (status == PLC_OK) status = reduce_own(arena, index, data, deadline);
+    if (status == PLC_OK) status = reduce_external(arena, index, data, deadline);
     gil_scope_exit(&scope);
     comm_exit(arena->comm);
     return status;
@@ -415,13 +400,14 @@ int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uin
 
 int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index, int64_t timeout_ns,
                    uint32_t *number) {
-    *number = plc_arena_note(arena, numbers, 1);
+    *number = plc_arena_write_header(arena, numbers);
     int status = plc_bucket_ready(arena, index);
-    /* Counted in after the bucket: who has waited for the notes finds the bucket complete too. */
+    /* Counted in after the bucket: who has waited for the headers finds the bucket complete too. */
     if (status == PLC_OK) status = plc_bucket_ready(arena, signals);
     if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
     if (status != PLC_OK) return status;
     for (uint32_t r = 0; r < arena->ranks; r++)
-        if (memcmp(note_of(arena, r, *number)->numbers, numbers, sizeof(note)) != 0) return PLC_PENDING;
+        if (memcmp(header_of(arena, r, *number)->numbers, numbers, sizeof(header)) != 0) return PLC_PENDING;
+    set_factor(arena, 1.0 / (double)arena->ranks);
     return plc_bucket_finish(arena, index, timeout_ns);
 }

@@ -215,11 +215,11 @@ PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_
 
 /* A bucket whose numbers stay in every rank's own memory: `ring_bytes` at `offset` of every rank's region carry them
  * across. Buckets may share that room. */
-PLC_API int plc_bucket_define_own(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
+PLC_API int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
                                   uint32_t dtype, uint32_t op);
 /* Replace the numbers at `data` by the result over all ranks; waits for them. Such buckets come in the same order on all
  * ranks. [GIL] */
-PLC_API int plc_bucket_reduce_own(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
+PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
 
 /* --- pieces: many arrays at their own addresses, in one call; no communicator needed ------------------------------ */
 PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
@@ -238,21 +238,23 @@ PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_n
  * Whoever waited for the flag sees all of it. */
 PLC_API void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second, uint32_t pieces,
                            const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
-/* Notes: a few numbers that ride along. A rank writes its note, then counts itself in; whoever sees a bucket complete
- * sees the notes all ranks wrote before it. Every rank writes the same sequence of notes. Returns the note's number. */
-#define PLC_NOTE_NUMBERS 8
-PLC_API uint32_t plc_arena_note(plc_arena *arena, const double *note, int weighs);
-/* All ranks' notes with this number, one of the last two: PLC_NOTE_NUMBERS per rank. */
-PLC_API void plc_arena_read_notes(plc_arena *arena, uint32_t number, double *out);
-/* Averages become weighted: by the samples in the last note with `weighs` set (its numbers 1, 2 and 3: samples of the
- * reference micro-batch, of all micro-batches, and how many there were), or by the ranks that had any. */
-PLC_API void plc_arena_weigh(plc_arena *arena, int by_samples, int divide_by_ranks);
+/* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then counts itself in; whoever
+ * sees a bucket complete sees the headers all ranks wrote before it. Every rank writes the same sequence of headers.
+ * Returns the header's number. */
+#define PLC_HEADER_NUMBERS 8
+PLC_API uint32_t plc_arena_write_header(plc_arena *arena, const double *header);
+/* All ranks' headers with this number, one of the last two: PLC_HEADER_NUMBERS per rank. */
+PLC_API void plc_arena_read_headers(plc_arena *arena, uint32_t number, double *out);
+/* From now on an average is the sum of every rank's numbers times its weight: one weight per rank, the same on all ranks,
+ * set before this rank waits for a bucket. A rank whose weight is 0 brings zeros. */
+PLC_API void plc_arena_set_weights(plc_arena *arena, const double *weights);
 /* Copy pieces of memory one after the other into this rank's region. A piece that lies there already stays. */
 PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
                            const uint64_t *bytes);
-/* A whole exchange: a note that weighs, bucket `index`, and the empty bucket `signals` that says all notes are written.
- * PLC_PENDING when the ranks' notes differ: read them, then finish the bucket or not. [GIL] */
-PLC_API int plc_arena_step(plc_arena *arena, const double *note, uint32_t signals, uint32_t index, int64_t timeout_ns,
+/* A whole exchange: a header, bucket `index`, and the empty bucket `signals` that says all headers are written. If the
+ * ranks' headers are equal, byte by byte, so are their weights. PLC_PENDING when they differ: read them, set the weights,
+ * then finish the bucket. [GIL] */
+PLC_API int plc_arena_step(plc_arena *arena, const double *header, uint32_t signals, uint32_t index, int64_t timeout_ns,
                            uint32_t *number);
 
 #ifdef __cplusplus

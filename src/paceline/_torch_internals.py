@@ -51,6 +51,8 @@ __all__ = [
     "Work",
     "cpp_reference_count",
     "backend_plugin",
+    "apply_optimizer_hook",
+    "cast_inputs",
     "current_graph_task",
     "default_store",
     "device_types_of",
@@ -61,9 +63,13 @@ __all__ = [
     "hidden_worker_info",
     "is_profiling",
     "keeps_graph",
+    "make_parameters_local",
+    "move_inputs",
     "preserve_version",
     "queue_end_of_backward",
     "run_backward",
+    "register_overlapped_optimizer",
+    "remove_optimizer_hooks",
     "storage_users",
     "store_of",
     "timeouts_of",
@@ -162,6 +168,86 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 
 
 # ----------------------------------------------------- DistributedDataParallel
+
+# Torch's functions that are public neither in name nor in documentation, but that its class is made
+# of; a script that moves from torch's class to ours relies on what they do. Each is imported where
+# it is called: some load much of torch, or warn of their own deprecation. Missing: the argument or
+# method that needs it raises ImportError, all others work.
+
+
+def apply_optimizer_hook(gradients_are_views: bool) -> Callable[[Any, Any], Any]:
+    """The communication hook that steps optimizers inside backward.
+
+    torch/distributed/algorithms/ddp_comm_hooks/optimizer_overlap_hooks.py, which torch's DDP
+    registers for models prepared by `_apply_optimizer_in_backward`.
+    """
+    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
+        _apply_optim_in_backward_hook,
+    )
+
+    hook: Callable[[Any, Any], Any] = _apply_optim_in_backward_hook(
+        gradient_is_bucket_view=gradients_are_views
+    )
+    return hook
+
+
+def remove_optimizer_hooks(parameters: Sequence[torch.Tensor]) -> None:
+    """Optimizers run when a bucket is averaged, no longer when a gradient arrives.
+
+    torch/distributed/optim/apply_optimizer_in_backward.py; torch's DDP does the same.
+    """
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for parameter in parameters:
+        for handle in param_to_optim_hook_handle_map.get(parameter, []):
+            handle.remove()
+
+
+def register_overlapped_optimizer(
+    model: torch.nn.Module, optimizer: type, parameters: Any, *args: Any, **kwargs: Any
+) -> None:
+    """`_register_fused_optim` of torch's DDP: torch/distributed/algorithms/_optimizer_overlap."""
+    from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import (
+        _as_overlapped_optim,
+    )
+
+    overlapped = _as_overlapped_optim(optimizer, parameters, *args, **kwargs)
+    try:
+        overlapped.register_ddp(model)
+    except NotImplementedError as error:
+        raise RuntimeError(f"{optimizer} does not support overlapped DDP") from error
+
+
+def make_parameters_local(module: torch.nn.Module, mesh: Any) -> None:
+    """In a slice of a larger mesh, tensor-parallel parameters become local tensors.
+
+    torch/distributed/tensor/parallel/ddp.py, as torch's DDP calls it for `device_mesh`.
+    """
+    if mesh._get_root_mesh() != mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+
+
+def cast_inputs(
+    dtype: torch.dtype, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Floating-point inputs in another dtype: torch/distributed/utils.py, for mixed precision."""
+    from torch.distributed.utils import _cast_forward_inputs
+
+    cast_args, cast_kwargs = _cast_forward_inputs(dtype, *args, **kwargs)
+    return cast_args, cast_kwargs
+
+
+def move_inputs(
+    args: tuple[Any, ...], kwargs: dict[str, Any] | None, device: torch.device, side_stream: bool
+) -> tuple[Any, Any]:
+    """Inputs on another device: torch/distributed/utils.py, for `device_ids`."""
+    from torch.distributed.utils import _to_kwargs
+
+    moved_args, moved_kwargs = _to_kwargs(args, kwargs, device, side_stream)
+    return moved_args, moved_kwargs
+
 
 # ---------------------------------------------------------------- DataParallel
 

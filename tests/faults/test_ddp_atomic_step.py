@@ -1,7 +1,8 @@
-"""W3: a step that fails on one rank counts on none, and everybody is told who failed and why."""
+"""A step that fails on one rank counts on none, and every rank learns who failed and why."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import time
@@ -112,7 +113,7 @@ def check_all_know(errors, culprit):
 
 
 def fail_after_backward(rank, world, policy):
-    """The averages are out, peers have applied them: this rank cannot take that back, and says so."""
+    """The averages are out, peers have applied them: this rank cannot undo that, and reports it."""
     join_group()
     model = paceline.DistributedDataParallel(Fails())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -142,8 +143,8 @@ def test_an_error_after_backward_is_never_skipped(ranks, policy):
 
 
 def without_the_block(rank, world, where):
-    """No all_or_none(): forward and backward report themselves, with the error and where it came
-    from.
+    """No all_or_none(): a failed forward publishes its error at once, a failed backward at the next
+    forward, here while the error is still being handled.
     """
     join_group()
     net = Fails()
@@ -168,6 +169,105 @@ def test_peers_learn_of_it_without_a_block_too(ranks, where):
     assert "without_the_block" in peer.traceback
     assert "in boom" in peer.traceback or where == "forward"
     assert "ValueError: the needle" in peer.traceback
+
+
+def catch_and_go_on(rank, world):
+    """The error of a backward is over and forgotten when the next forward publishes that it was."""
+    join_group()
+    net = Fails()
+    model = paceline.DistributedDataParallel(net)
+    caught = None
+    for step in range(4):
+        net.where = "backward" if step == 1 and rank == 1 else None
+        try:
+            model(torch.ones(2, 4)).sum().backward()
+        except (ValueError, paceline.StepError) as error:
+            caught = step, error
+    return caught
+
+
+def test_a_backward_whose_error_was_caught_is_published_by_the_next_forward(ranks):
+    (peer_step, peer), (step, culprit) = ranks(2, catch_and_go_on)
+    assert (peer_step, step) == (1, 1)
+    assert isinstance(culprit, ValueError)
+    assert isinstance(peer, paceline.StepError)
+    assert peer.rank == 1
+    assert "backward raised an error" in peer.traceback
+    assert "all_or_none()" in peer.traceback
+
+
+def swallow_inside_the_block(rank, world):
+    """The block ends without an error, but its step was not averaged."""
+    join_group()
+    net = Fails()
+    model = paceline.DistributedDataParallel(net)
+    outcomes = []
+    for step in range(3):
+        net.where = "backward" if step == 1 and rank == 1 else None
+        with model.all_or_none("skip") as attempt:
+            output = model(torch.ones(2, 4)).sum()
+            if rank == 1:
+                with contextlib.suppress(ValueError):
+                    output.backward()
+            else:
+                output.backward()
+        outcomes.append(attempt.succeeded)
+    return outcomes
+
+
+def test_an_error_that_was_caught_inside_the_block_fails_the_step(ranks):
+    assert ranks(2, swallow_inside_the_block) == [[True, False, True]] * 2
+
+
+def end_by_backward(rank, world):
+    """Nobody catches the error of a backward: the process ends, and its peers learn why."""
+    join_group()
+    net = Fails()
+    model = paceline.DistributedDataParallel(net)
+    started = time.monotonic()
+    try:
+        for step in range(3):
+            net.where = "backward" if step == 1 and rank == 1 else None
+            started = time.monotonic()
+            model(torch.ones(2, 4)).sum().backward()
+    except paceline.PeerLost as error:
+        return error.rank, error.traceback, time.monotonic() - started
+    return None
+
+
+def test_a_backward_that_ends_its_process_is_published_to_the_peers(ranks):
+    peer, _ = ranks(2, end_by_backward, check=False, uncaught=True)
+    rank, text, seconds = peer.value
+    assert rank == 1
+    assert "ValueError: the needle" in text
+    assert "in boom" in text
+    assert seconds < WITHIN_S
+
+
+def unfreeze_in_the_block(rank, world):
+    """The block begins with one reducer and ends with another, which has more parameters."""
+    join_group()
+    net = Fails()
+    net.first.weight.requires_grad_(False)
+    model = paceline.DistributedDataParallel(net)
+    model(torch.ones(2, 4)).sum().backward()
+    net.first.weight.requires_grad_(True)
+    with model.all_or_none("skip") as attempt:
+        loss = model(torch.ones(2, 4)).sum()
+        if rank == 1:
+            raise ValueError("the needle")
+        loss.backward()
+    failed = attempt
+    with model.all_or_none("skip") as attempt:
+        model(torch.ones(2, 4)).sum().backward()
+    return failed.succeeded, type(failed.error).__name__, attempt.succeeded
+
+
+def test_parameters_may_be_unfrozen_inside_the_block(ranks):
+    assert ranks(2, unfreeze_in_the_block) == [
+        (False, "StepError", True),
+        (False, "ValueError", True),
+    ]
 
 
 def replicated(rank, world):

@@ -10,8 +10,7 @@ typedef struct {
 static const scenario scenarios[] = {
     SCENARIO(collectives),       SCENARIO(direct),
     SCENARIO(submissions),        SCENARIO(messages),
-    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(whole_steps),
-              SCENARIO(own_buckets),
+    SCENARIO(buckets),           SCENARIO(weighted_buckets),   SCENARIO(whole_steps),       SCENARIO(external_buckets),
     SCENARIO(two_groups),        SCENARIO(mismatch),
     SCENARIO(mismatch_submitted), SCENARIO(abort_by_thread),   SCENARIO(late_rank),
     SCENARIO(late_bucket),       SCENARIO(mismatched_buckets), SCENARIO(abort_in_pipeline),

@@ -13,7 +13,7 @@ void messages(uint64_t seed);
 void buckets(uint64_t seed);
 void weighted_buckets(uint64_t seed);
 void whole_steps(uint64_t seed);
-void own_buckets(uint64_t seed);
+void external_buckets(uint64_t seed);
 void two_groups(uint64_t seed);
 
 /* failures.c: what must fail, in the right way, on every rank */

@@ -430,10 +430,15 @@ static void in_worlds_with_arena(rank_fn fn, uint64_t seed) {
 
 void buckets(uint64_t seed) { in_worlds_with_arena(use_buckets, seed); }
 
-/* Notes ride along with a bucket and weigh its average: by samples, which differ from rank to rank
- * and use to use. */
-static double samples_of(uint64_t seed, uint32_t rank) {
-    return (double)value(seed, rank + 100, 0) * 3;
+/* Headers ride along with a bucket; its average is weighted by samples, which differ from rank to rank and use to use. */
+static double samples_of(uint64_t seed, uint32_t rank) { return (double)value(seed, rank + 100, 0) * 3; }
+
+static double set_weights(plc_arena *arena, uint32_t ranks, uint64_t seed, bool by_samples) {
+    double samples = 0, weights[8];
+    for (uint32_t r = 0; r < ranks; r++) samples += samples_of(seed, r);
+    for (uint32_t r = 0; r < ranks; r++) weights[r] = by_samples ? samples_of(seed, r) / samples : 1.0 / ranks;
+    plc_arena_set_weights(arena, weights);
+    return samples;
 }
 
 static void weigh_buckets(rank_thread *self) {
@@ -442,21 +447,19 @@ static void weigh_buckets(rank_thread *self) {
     CHECK_STATUS(PLC_OK,
                  plc_arena_open(self->comm, -1, self->in->shared, 8 * 50000, BUCKETS, &arena));
     CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 0, ELEMENTS, PLC_F64, PLC_AVG));
-    plc_arena_weigh(arena, 1, 0);
-    double *mine = plc_arena_region(arena, self->rank), notes[8 * PLC_NOTE_NUMBERS];
+    double *mine = plc_arena_region(arena, self->rank), headers[8 * PLC_HEADER_NUMBERS];
     for (int use = 0; use < 25; use++) {
         uint64_t seed = next_random(&self->seed);
-        double own = samples_of(seed, self->rank), note[PLC_NOTE_NUMBERS] = {0, own, own, 1},
-            samples = 0;
-        for (uint32_t r = 0; r < self->ranks; r++) samples += samples_of(seed, r);
+        double header[PLC_HEADER_NUMBERS] = {0, samples_of(seed, self->rank)};
+        double samples = set_weights(arena, self->ranks, seed, true);
         for (uint64_t i = 0; i < ELEMENTS; i++) mine[i] = (double)value(seed, self->rank, i);
         maybe_nap(self);
-        uint32_t number = plc_arena_note(arena, note, 1);
+        uint32_t number = plc_arena_write_header(arena, header);
         CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, 0));
         CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, 0, -1));
-        plc_arena_read_notes(arena, number, notes);
+        plc_arena_read_headers(arena, number, headers);
         for (uint32_t r = 0; r < self->ranks; r++)
-            CHECK(notes[r * PLC_NOTE_NUMBERS + 1] == samples_of(seed, r), "note of rank %u", r);
+            CHECK(headers[r * PLC_HEADER_NUMBERS + 1] == samples_of(seed, r), "header of rank %u", r);
         for (uint64_t i = 0; i < ELEMENTS; i++) {
             double expected = 0;
             for (uint32_t r = 0; r < self->ranks; r++)
@@ -473,9 +476,8 @@ static void weigh_buckets(rank_thread *self) {
 
 void weighted_buckets(uint64_t seed) { in_worlds_with_arena(weigh_buckets, seed); }
 
-/* A whole step in two calls: pieces of private memory move in, then note, bucket and signal at
- * once. Every third step the ranks' notes differ, and the bucket is finished by a call of its
- * own. */
+/* A whole step in two calls: pieces of private memory move in, then header, bucket and signal at once. Every third step
+ * the ranks' headers differ, and the bucket is finished by a call of its own. */
 static void take_whole_steps(rank_thread *self) {
     enum { PIECES = 3, ELEMENTS = 45000, BUCKET = 0, SIGNALS = 1, OFFSET = 64 };
     static const uint64_t bytes[PIECES] = {8, 8 * 2499, 8 * 42500};
@@ -494,14 +496,13 @@ static void take_whole_steps(rank_thread *self) {
     for (int use = 0; use < 25; use++) {
         uint64_t seed = next_random(&self->seed);
         bool differs = use % 3 == 2;
-        double note[PLC_NOTE_NUMBERS] = {0, differs ? 1.0 + self->rank : 1.0, 1, 1};
+        double header[PLC_HEADER_NUMBERS] = {0, differs ? 1.0 + self->rank : 1.0, 1, 1};
         uint32_t number;
         for (uint64_t i = 0; i < ELEMENTS; i++) held[i] = (double)value(seed, self->rank, i);
         mine[0] = held[0];
         maybe_nap(self);
         CHECK_STATUS(PLC_OK, plc_arena_fill(arena, OFFSET, PIECES, addresses, bytes));
-        CHECK_STATUS(differs ? PLC_PENDING : PLC_OK,
-                     plc_arena_step(arena, note, SIGNALS, BUCKET, -1, &number));
+        CHECK_STATUS(differs ? PLC_PENDING : PLC_OK, plc_arena_step(arena, header, SIGNALS, BUCKET, -1, &number));
         if (differs) CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, BUCKET, -1));
         for (uint64_t i = 0; i < ELEMENTS; i++) {
             double expected = 0;
@@ -519,9 +520,8 @@ static void take_whole_steps(rank_thread *self) {
 
 void whole_steps(uint64_t seed) { in_worlds_with_arena(take_whole_steps, seed); }
 
-/* Buckets in the ranks' own memory, which share the little room they go through. Every other step
- * the notes weigh. */
-static void use_own_buckets(rank_thread *self) {
+/* Buckets in the ranks' own memory, which share the little room they go through. Every other step by samples. */
+static void use_external_buckets(rank_thread *self) {
     enum { ROOM = 16384 };
     /* None, less than a part, many blocks */
     static const uint64_t counts[BUCKETS - 1] = {0, 1, 40001};
@@ -529,21 +529,16 @@ static void use_own_buckets(rank_thread *self) {
     CHECK_STATUS(PLC_OK,
                  plc_arena_open(self->comm, -1, self->in->shared, 8 * 50000, BUCKETS, &arena));
     for (uint32_t b = 0; b < BUCKETS - 1; b++)
-        CHECK_STATUS(PLC_OK,
-                     plc_bucket_define_own(arena, b, 4096, ROOM, counts[b], PLC_F64, PLC_AVG));
+        CHECK_STATUS(PLC_OK, plc_bucket_define_external(arena, b, 4096, ROOM, counts[b], PLC_F64, PLC_AVG));
     double *mine = malloc(8 * 40001);
     CHECK(mine != NULL, "malloc: errno %d", errno);
     for (int use = 0; use < 20; use++) {
-        plc_arena_weigh(arena, use % 2, 0);
         uint64_t seed = next_random(&self->seed);
-        double own = samples_of(seed, self->rank), note[PLC_NOTE_NUMBERS] = {0, own, own, 1},
-            samples = 0;
-        for (uint32_t r = 0; r < self->ranks; r++) samples += samples_of(seed, r);
-        plc_arena_note(arena, note, 1);
+        double samples = set_weights(arena, self->ranks, seed, use % 2);
         for (uint32_t b = 0; b < BUCKETS - 1; b++) {
             for (uint64_t i = 0; i < counts[b]; i++) mine[i] = (double)value(seed, self->rank, i);
             maybe_nap(self);
-            CHECK_STATUS(PLC_OK, plc_bucket_reduce_own(arena, b, mine, -1));
+            CHECK_STATUS(PLC_OK, plc_bucket_reduce_external(arena, b, mine, -1));
             for (uint64_t i = 0; i < counts[b]; i++) {
                 double expected = 0;
                 for (uint32_t r = 0; r < self->ranks; r++)
@@ -560,7 +555,7 @@ static void use_own_buckets(rank_thread *self) {
     plc_arena_close(arena);
 }
 
-void own_buckets(uint64_t seed) { in_worlds_with_arena(use_own_buckets, seed); }
+void external_buckets(uint64_t seed) { in_worlds_with_arena(use_external_buckets, seed); }
 
 /* --- everything at once: two communicators of the same ranks, used from two threads each ------ */
 static void *collectives_in_a_thread(void *argument) {

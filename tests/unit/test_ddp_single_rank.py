@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 
 import paceline
+from paceline._pytree import tensors_in
 from paceline.ddp.buckets import DenseBucket
 from paceline.ddp.consistency import describe, differences, digest
-from paceline.ddp.signals import Call, Signal, common_call
-from paceline.ddp.structure import first_batch_size, tensors_in
+from paceline.ddp.distributed_data_parallel import first_batch_size
+from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal, common_call
 from paceline.ddp.weighting import Contribution
 
 
@@ -83,7 +84,7 @@ def test_batch_size_is_the_first_tensors_leading_dimension():
 
 def test_signal_survives_the_wire():
     signal = Signal(Call.BACKWARD, Contribution(3.0, 7.5, 2), failed=True, buffers=True)
-    assert len(signal.pack()) == Signal.WIDTH
+    assert len(signal.pack()) == SIGNAL_WIDTH
     assert Signal.unpack(signal.pack()) == signal
 
 
@@ -331,9 +332,8 @@ def test_dropping_the_wrapper_frees_the_module_of_its_hooks(world_of_one):
 
     net = torch.nn.Linear(3, 2)
     model = paceline.DistributedDataParallel(net)
-    model._use_hook(
-        None, lambda state, bucket: torch.futures.Future()
-    )  # one rank has hooks only for this
+    # One rank has hooks only for this.
+    model.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     model(torch.ones(1, 3))  # installed by the first forward that may have a backward
     assert net.weight._post_accumulate_grad_hooks
     del model

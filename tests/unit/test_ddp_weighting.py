@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from paceline.ddp.weighting import Contribution, SampleWindow, weight_of
+from paceline.ddp.weighting import AverageRule, Contribution, SampleWindow, weights_of
 
 COUNTS = st.lists(st.lists(st.integers(0, 12), min_size=1, max_size=4), min_size=1, max_size=5)
 
@@ -28,7 +28,7 @@ def test_every_micro_batch_weighs_its_share_of_all_samples(counts):
     samples = sum(map(sum, counts))
     longest = max(map(len, counts))
     for rank, (_, factors) in enumerate(found):
-        weight = weight_of(rank, [one for one, _ in found], by_samples=True, divide_by_world=False)
+        weight = weights_of([one for one, _ in found], AverageRule())[rank]
         for count, factor in zip(counts[rank], factors, strict=True):
             exact = Fraction(count * longest, samples) if samples else 0
             assert weight * factor == pytest.approx(float(exact), rel=1e-14, abs=0)
@@ -37,20 +37,18 @@ def test_every_micro_batch_weighs_its_share_of_all_samples(counts):
 @given(st.integers(1, 7), st.integers(1, 100), st.integers(1, 4))
 def test_equal_counts_weigh_exactly_one_over_world(world, count, micro_batches):
     found = [one for one, _ in contributions([[count] * micro_batches] * world)]
-    for rank in range(world):
-        assert weight_of(rank, found, by_samples=True, divide_by_world=False) == 1 / world
-        assert weight_of(rank, found, by_samples=False, divide_by_world=True) == 1 / world
+    for rule in (AverageRule(), AverageRule(by_samples=False, divide_by_world=True)):
+        assert weights_of(found, rule) == [1 / world] * world
 
 
 def test_ranks_without_data():
     found = [Contribution(4, 4, 1), Contribution(), Contribution(4, 4, 1), Contribution()]
-    assert weight_of(0, found, by_samples=True, divide_by_world=False) == 0.5
-    assert weight_of(1, found, by_samples=True, divide_by_world=False) == 0.0
-    assert weight_of(0, found, by_samples=True, divide_by_world=True) == 0.25
-    assert weight_of(0, found, by_samples=False, divide_by_world=False) == 0.5
-    assert weight_of(0, found, by_samples=False, divide_by_world=True) == 0.25
+    assert weights_of(found, AverageRule()) == [0.5, 0.0, 0.5, 0.0]
+    assert weights_of(found, AverageRule(divide_by_world=True)) == [0.25, 0.0, 0.25, 0.0]
+    assert weights_of(found, AverageRule(by_samples=False)) == [0.5] * 4
+    assert weights_of(found, AverageRule(by_samples=False, divide_by_world=True)) == [0.25] * 4
 
 
 def test_no_samples_anywhere_is_zero_not_a_division_by_zero():
     found = [Contribution(0, 0, 1)] * 2
-    assert weight_of(0, found, by_samples=True, divide_by_world=False) == 0.0
+    assert weights_of(found, AverageRule()) == [0.0, 0.0]

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import failure_channel
-from paceline.ddp.passing_error import when_raised_in
 
 
 class Channel:
@@ -180,28 +179,3 @@ def test_long_texts_keep_their_end(text, limit):
     assert short == whole or (
         whole.startswith(short[: limit // 4]) and whole.endswith(short[-limit // 2 :])
     )
-
-
-def fail_inside(action):
-    when_raised_in(sys._getframe(), action)
-    raise ValueError("the needle")
-
-
-@pytest.mark.parametrize("traced", [False, True])
-def test_a_frame_says_when_an_error_arrives(traced):
-    seen = []
-    before = sys.gettrace()
-
-    def tracer(*_):
-        return None
-
-    if traced:
-        sys.settrace(tracer)
-    try:
-        with pytest.raises(ValueError, match="the needle"):
-            fail_inside(seen.append)
-        assert sys.gettrace() is (tracer if traced else before)
-    finally:
-        sys.settrace(before)
-    assert [str(error) for error in seen] == ["the needle"]
-    assert seen[0].__traceback__ is not None

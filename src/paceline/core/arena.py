@@ -2,10 +2,10 @@
 the sums.
 
     arena = BucketArena.open(comm, bytes_per_rank=..., buckets=2)
-    arena.define(0, offset=0, count=1000, dtype=FLOAT32, op=SUM)      # the same on all ranks
-    ...                                                               # fill arena.buffer[0:4000]
-    arena.ready(0)                                                    # never blocks
-    arena.finish(0)                                                   # helps with the sums, then it is done
+    arena.define(0, offset=0, count=1000, dtype=FLOAT32, op=SUM)  # the same on all ranks
+    ...                                                           # fill arena.buffer[0:4000]
+    arena.ready(0)                                                # never blocks
+    arena.finish(0)                                               # helps with the sums until done
 
 Between `ready` and `finish` a rank leaves the bucket alone. After `finish` it holds the result, the
 same bits on every rank, and may be written again at once.
@@ -13,8 +13,12 @@ same bits on every rank, and may be written again at once.
 A bucket that is too large to be worth copying stays in the ranks' own memory, and they wait for
 each other:
 
-    arena.define_own(1, offset=4096, room=65536, count=10**7, dtype=FLOAT32, op=SUM)    # room to carry it across
-    arena.reduce_own(1, address)                                      # the numbers there become the result
+    # room to carry it across, then the numbers at the address become the result
+    arena.define_external(1, offset=4096, room=65536, count=10**7, dtype=FLOAT32, op=SUM)
+    arena.reduce_external(1, address)
+
+Headers are a few numbers of every rank that ride along with a bucket. What they mean is the
+caller's business: the core moves and sums bytes, and gets the weights of an average as numbers.
 """
 
 from __future__ import annotations
@@ -32,9 +36,9 @@ from paceline.core.communicator import Communicator
 from paceline.core.rendezvous import agreed_descriptor
 from paceline.errors import ConfigError, NativeError
 
-__all__ = ["NOTE_NUMBERS", "BucketArena"]
+__all__ = ["HEADER_NUMBERS", "BucketArena"]
 
-NOTE_NUMBERS = 8
+HEADER_NUMBERS = 8
 _LONG_COPY_BYTES = 1024 * 1024
 _INT64, _SUM = 7, 0  # plc_dtype, plc_op
 
@@ -49,19 +53,19 @@ class BucketArena:
         self.buckets = buckets
         core = abi.library()
         address = core.plc_arena_region(handle, comm.rank)
-        # The buffer, and whatever views it (a tensor, say), keeps the mapping alive.
+        # The buffer, and whatever views it (for example a tensor), keeps the mapping alive.
         self.buffer: Any = _buffer_type(nbytes).from_address(address)
         weakref.finalize(self.buffer, core.plc_arena_close, handle)
         quick = abi.library_holding_gil()
-        self._ready, self._note, self._read_notes = (
-            quick.plc_bucket_ready,
-            quick.plc_arena_note,
-            quick.plc_arena_read_notes,
-        )
-        self._own_note = (C.c_double * NOTE_NUMBERS)()
-        self._all_notes = (C.c_double * (NOTE_NUMBERS * comm.size))()
+        self._ready = quick.plc_bucket_ready
+        self._write_header = quick.plc_arena_write_header
+        self._read_headers = quick.plc_arena_read_headers
+        self._own_header = (C.c_double * HEADER_NUMBERS)()
+        self._all_headers = (C.c_double * (HEADER_NUMBERS * comm.size))()
+        self._set_weights = quick.plc_arena_set_weights
+        self._weights = (C.c_double * comm.size)()
         self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
-        self._reduce_own = quick.plc_bucket_reduce_own
+        self._reduce_external = quick.plc_bucket_reduce_external
         self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
         self._number = C.c_uint32()
 
@@ -105,30 +109,33 @@ class BucketArena:
             != Status.OK
         ):
             raise ConfigError(
-                f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not fit an arena of "
-                f"{self.nbytes} bytes, was used already, or its type cannot be reduced this way"
+                f"bucket {index} of {self.buckets} ({count} elements at byte {offset}) does not "
+                f"fit an arena of {self.nbytes} bytes, was used already, or its type cannot be "
+                "reduced this way"
             )
 
-    def define_own(
+    def define_external(
         self, index: int, offset: int, room: int, count: int, dtype: int, op: int
     ) -> None:
         """Bucket `index` stays in the ranks' own memory; `room` bytes of the arena carry it across.
         See `define`.
         """
         if (
-            abi.library().plc_bucket_define_own(self._handle, index, offset, room, count, dtype, op)
+            abi.library().plc_bucket_define_external(
+                self._handle, index, offset, room, count, dtype, op
+            )
             != Status.OK
         ):
             raise ConfigError(
-                f"bucket {index} of {self.buckets} cannot be carried across by {room} bytes at byte {offset} of an "
-                f"arena of {self.nbytes} bytes for {self._comm.size} ranks, was used already, or its type cannot be "
-                "reduced this way"
+                f"bucket {index} of {self.buckets} cannot be carried across by {room} bytes at "
+                f"byte {offset} of an arena of {self.nbytes} bytes for {self._comm.size} ranks, "
+                "was used already, or its type cannot be reduced this way"
             )
 
-    def reduce_own(self, index: int, address: int, timeout_ns: int = -1) -> None:
+    def reduce_external(self, index: int, address: int, timeout_ns: int = -1) -> None:
         """Replace the numbers at `address` by the result over all ranks. Waits for them."""
         self._comm.handle  # noqa: B018 - raises if the group is gone
-        status = self._reduce_own(self._handle, index, address, timeout_ns)
+        status = self._reduce_external(self._handle, index, address, timeout_ns)
         if status:
             raise self._comm.error(status, Kind.ALLREDUCE)
 
@@ -137,12 +144,12 @@ class BucketArena:
         if self._ready(self._handle, index):
             raise ConfigError(f"bucket {index} was never defined")
 
-    def note(self, numbers: Sequence[float], *, weighs: bool = False) -> int:
-        """Write this rank's note; peers see it once a bucket that this rank is ready for afterwards
-        is complete.
+    def write_header(self, numbers: Sequence[float]) -> int:
+        """Write this rank's header; peers see it once a bucket that this rank is ready for
+        afterwards is complete. Returns its number.
         """
-        self._own_note[:] = list(numbers)
-        return int(self._note(self._handle, self._own_note, weighs))
+        self._own_header[:] = list(numbers)
+        return int(self._write_header(self._handle, self._own_header))
 
     def fill(self, offset: int, addresses: array[int], lengths: array[int], nbytes: int) -> None:
         """Copy pieces of memory, `lengths` bytes each and `nbytes` in all, one after the other to
@@ -157,29 +164,32 @@ class BucketArena:
             )
 
     def exchange(self, numbers: Sequence[float], signals: int, index: int) -> tuple[int, bool]:
-        """A note that weighs, the bucket `index`, and the empty bucket `signals`, all in one call.
+        """A header, the bucket `index`, and the empty bucket `signals`, all in one call.
 
-        Returns the note's number and whether that was all: if ranks wrote different notes, the
-        bucket is still to be finished.
+        Returns the header's number and whether that was all: ranks that wrote equal headers weigh
+        the same; if they differ, the weights are to be set and the bucket is to be finished.
         """
         self._comm.handle  # noqa: B018 - raises if the group is gone
-        self._own_note[:] = list(numbers)
-        status = self._step(self._handle, self._own_note, signals, index, -1, C.byref(self._number))
+        self._own_header[:] = list(numbers)
+        status = self._step(
+            self._handle, self._own_header, signals, index, -1, C.byref(self._number)
+        )
         if status not in (Status.OK, Status.PENDING):
             raise self._comm.error(status, Kind.ALLREDUCE)
         return self._number.value, status == Status.OK
 
-    def notes(self, number: int) -> list[list[float]]:
-        """Every rank's note with this number, one of the last two."""
-        self._read_notes(self._handle, number, self._all_notes)
-        flat = list(self._all_notes)
-        return [flat[at : at + NOTE_NUMBERS] for at in range(0, len(flat), NOTE_NUMBERS)]
+    def headers(self, number: int) -> list[list[float]]:
+        """Every rank's header with this number, one of the last two."""
+        self._read_headers(self._handle, number, self._all_headers)
+        flat = list(self._all_headers)
+        return [flat[at : at + HEADER_NUMBERS] for at in range(0, len(flat), HEADER_NUMBERS)]
 
-    def weigh(self, *, by_samples: bool, divide_by_ranks: bool) -> None:
-        """From now on averages are weighted by the samples in the notes, or by the ranks that have
-        any.
+    def set_weights(self, weights: Sequence[float]) -> None:
+        """From now on averages are sums of every rank's numbers times its weight. The same weights
+        on all ranks, set before this rank finishes a bucket; a rank of weight 0 brings zeros.
         """
-        abi.library().plc_arena_weigh(self._handle, by_samples, divide_by_ranks)
+        self._weights[:] = list(weights)
+        self._set_weights(self._handle, self._weights)
 
     def finish(self, index: int, timeout_ns: int = -1) -> None:
         """Wait for the result of a bucket that is ready here, helping with the sums meanwhile."""
@@ -196,11 +206,12 @@ def _buffer_type(nbytes: int) -> Any:
 
 
 def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take the memory now: a shortage becomes an error here, not a SIGBUS in the middle of a step."""
+    """Take the memory now: a shortage becomes an error here, not a SIGBUS amid a step."""
     try:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         raise NativeError(
-            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free memory, raise the memory "
-            "limit of the container, or use smaller models or fewer ranks on this host"
+            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free "
+            "memory, raise the memory limit of the container, or use smaller models or fewer ranks "
+            "on this host"
         ) from error

@@ -2,24 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
-from typing import Literal
 
 import torch
 
+from paceline.ddp.config import Policy
 from paceline.ddp.reducer import Reducer
+from paceline.ddp.single_rank import SingleRank
 from paceline.errors import StepError
 
-__all__ = ["StepGuard", "Policy"]
-
-Policy = Literal["raise", "skip"]
+__all__ = ["StepGuard"]
 
 
 class StepGuard:
-    """One step. `succeeded` tells afterwards whether it counts; `error` why not."""
+    """One step. `succeeded` tells afterwards whether it counts; `error` why not.
 
-    def __init__(self, model: torch.nn.Module, reducer: Reducer, policy: Policy) -> None:
+    Parameters may be unfrozen inside the block, and then the model has another reducer at its end
+    than at its beginning: so the guard asks for the one in force.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        reducer: Callable[[], Reducer | SingleRank],
+        policy: Policy,
+    ) -> None:
         self._model, self._reducer, self._policy = model, reducer, policy
+        self._history = reducer().history
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._failures = self._steps = 0
@@ -28,10 +38,7 @@ class StepGuard:
 
     def __enter__(self) -> StepGuard:
         self.succeeded, self.error = False, None
-        self._failures, self._steps = self._reducer.failures, self._reducer.steps
-        self._reducer.defer_failure = (
-            True  # this block sees the traceback, a failed backward does not
-        )
+        self._failures, self._steps = self._history.failures, self._history.steps
         if self._policy == "skip":
             self._remember()
         return self
@@ -42,24 +49,24 @@ class StepGuard:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        self._reducer.defer_failure = False
+        reducer = self._reducer()
         if error is None:
-            self.succeeded = (
-                self._reducer.failures == self._failures
-            )  # an error may have been caught inside the block
+            # An error may have been caught inside the block.
+            reducer.settle_dropped()
+            self.succeeded = self._history.failures == self._failures
             return False
         if not isinstance(error, Exception):
-            self._reducer.abandon_step()
+            reducer.abandon_step()
             return False  # Ctrl-C and exit are not failures of a step
         self.error = error
-        if self._reducer.failures == self._failures and not isinstance(error, StepError):
-            self._reducer.fail(
-                error, "the step"
-            )  # raised outside forward and backward: nobody knows yet
-            if self._reducer.steps > self._steps:
+        if self._history.failures == self._failures and not isinstance(error, StepError):
+            # Raised outside forward, or by backward: the peers do not know yet.
+            reducer.fail(error, "the step")
+            if self._history.steps > self._steps:
                 error.add_note(
-                    "This came after the gradients of the step had been averaged: other ranks have applied it, this "
-                    "one has perhaps not. It cannot be skipped; go on from a checkpoint."
+                    "This came after the gradients of the step had been averaged: other ranks have "
+                    "applied it, this one has perhaps not. It cannot be skipped; go on from a "
+                    "checkpoint."
                 )
                 return False
         if self._policy == "raise":
@@ -69,10 +76,10 @@ class StepGuard:
 
     def _remember(self) -> None:
         self._gradients = [
-            (one, None if one.grad is None else one.grad.clone())
-            for one in self._model.parameters()
+            (parameter, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in self._model.parameters()
         ]
-        self._buffers = [(one, one.clone()) for one in self._model.buffers()]
+        self._buffers = [(buffer, buffer.clone()) for buffer in self._model.buffers()]
 
     def _restore(self) -> None:
         with torch.no_grad():

@@ -1,22 +1,27 @@
 """Communication hooks: a caller's own way of averaging, with the bucket object torch's hooks are
 written for.
+
+A `HookSpec` is what the caller registered, and can be pickled as far as the caller's own hook can;
+a `CommHook` is that hook at work in one reducer. Every new reducer gets one from the same spec.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 
+from paceline._torch_internals import BuiltinCommHookType, GradBucket, apply_optimizer_hook
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
 from paceline.ddp.group_calls import all_reduce
 from paceline.errors import ConfigError
 
-__all__ = ["CommHook", "Hook", "HookBucket", "builtin_hook", "check_hook"]
+__all__ = ["CommHook", "Hook", "HookBucket", "HookSpec", "builtin_hook", "check_hook"]
 
 Hook = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
@@ -56,25 +61,68 @@ class HookBucket:
         if not isinstance(self._bucket, DenseBucket):
             return [self._buffer]
         bucket = self._bucket
-        places = zip(bucket.offsets, bucket.lengths, bucket.parameters, strict=True)
         return [
-            self._buffer[start : start + length].view(one.shape) for start, length, one in places
+            self._buffer[start : start + length].view(parameter.shape)
+            for start, length, parameter in zip(
+                bucket.offsets, bucket.lengths, bucket.parameters, strict=True
+            )
         ]
 
 
-class CommHook:
-    """A registered hook and the futures it owes."""
+@dataclasses.dataclass(frozen=True)
+class HookSpec:
+    """A registered hook: a caller's own, one of torch's built-in two, or the optimizer that torch
+    runs inside backward.
+    """
 
-    def __init__(self, state: Any, hook: Hook) -> None:
+    name: str
+    state: Any = None
+    hook: Hook | None = None
+    builtin: str | None = None  # the name of a BuiltinCommHookType, which cannot be pickled
+    steps_optimizer: bool = False
+
+    @classmethod
+    def of_caller(cls, state: Any, hook: Hook) -> HookSpec:
+        return cls(getattr(hook, "__qualname__", type(hook).__qualname__), state, hook)
+
+    @classmethod
+    def of_builtin(cls, kind: BuiltinCommHookType) -> HookSpec:
+        return cls(str(kind), builtin=kind.name)
+
+    @classmethod
+    def of_optimizer(cls) -> HookSpec:
+        return cls("optimizer in backward", steps_optimizer=True)
+
+    def create(
+        self, model: torch.nn.Module, group: dist.ProcessGroup, *, gradients_are_views: bool
+    ) -> CommHook:
+        """The hook for a new reducer of `model`, a DistributedDataParallel."""
+        if self.builtin is not None:
+            kind = getattr(BuiltinCommHookType, self.builtin)
+            return CommHook(None, builtin_hook(kind, group))
+        if self.steps_optimizer:
+            hook = apply_optimizer_hook(gradients_are_views)
+            return CommHook(weakref.ref(model), hook, steps_optimizer=True)
+        assert self.hook is not None
+        return CommHook(self.state, self.hook)
+
+
+class CommHook:
+    """A hook at work, and the futures it owes."""
+
+    def __init__(self, state: Any, hook: Hook, *, steps_optimizer: bool = False) -> None:
         self._state, self._hook = state, hook
+        # The hook has stepped and cleared the gradients when it is through.
+        self.steps_optimizer = steps_optimizer
         self._owed: list[tuple[torch.futures.Future[Any], Bucket]] = []
 
     def start(self, bucket: Bucket, *, is_last: bool) -> None:
         future = self._hook(self._state, HookBucket(bucket, is_last))
         if not isinstance(future, torch._C.Future):
             raise ConfigError(
-                f"DistributedDataParallel's communication hook {getattr(self._hook, '__name__', self._hook)!r}: the "
-                f"callback must return a torch.futures.Future object, but got {type(future).__name__}"
+                f"DistributedDataParallel's communication hook "
+                f"{getattr(self._hook, '__name__', self._hook)!r}: the callback must return a "
+                f"torch.futures.Future object, but got {type(future).__name__}"
             )
         self._owed.append((future, bucket))
 

@@ -59,7 +59,8 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
     }
     raise MismatchError(
         f"the model is not the same on all ranks (this is rank {transport.rank}):\n{lines}{more}\n"
-        "Build the same model, in the same order and dtype, on every rank, and wrap it with the same arguments.",
+        "Build the same model, in the same order and dtype, on every rank, and wrap it with the "
+        "same arguments.",
         values,
     )
 
@@ -73,23 +74,23 @@ def differences(
     names = dict.fromkeys(name for order in orders for name in order)
     lines = []
     for name in names:
-        found = [one.get(name, "missing") for one in everybody]
-        if len(set(found)) > 1:
+        values = [description.get(name, "missing") for description in everybody]
+        if len(set(values)) > 1:
             lines.append(
-                f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in enumerate(found))
+                f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
             )
     if lines:
         return lines
     for position, at in enumerate(zip(*orders, strict=True)):
         if len(set(at)) > 1:
-            told = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(at))
-            return [f"registered in another order, first at position {position}: {told}"]
+            names_there = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(at))
+            return [f"registered in another order, first at position {position}: {names_there}"]
     return ["the descriptions differ in a way that could not be told apart"]
 
 
 class DriftCheck:
-    """Every so many steps: have the replicas still the same weights? Names the first parameter that
-    differs.
+    """Every so many steps: do the replicas still have the same weights? Names the first parameter
+    that differs.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class DriftCheck:
             f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
         )
         raise MismatchError(
-            f"the replicas drifted apart: {shown} differ between rank 0 and rank {', '.join(map(str, away))} "
-            f"(this is rank {self._transport.rank}, after {self._steps} steps). Something changed the weights of one "
-            "rank only: a step or load that not every rank takes, or an optimizer with other settings.",
+            f"the replicas drifted apart: {shown} differ between rank 0 and rank "
+            f"{', '.join(map(str, away))} (this is rank {self._transport.rank}, after "
+            f"{self._steps} steps). Something changed the weights of one rank only: a step or load "
+            "that not every rank takes, or an optimizer with other settings.",
             values,
         )
 

@@ -4,13 +4,10 @@ gradient is there.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.buffers import broadcast
+from paceline.ddp.config import DelayedNames
 from paceline.ddp.group_calls import all_reduce
 
 __all__ = ["DelayedParameters"]
@@ -22,45 +19,43 @@ class DelayedParameters:
     """
 
     def __init__(
-        self,
-        parameters: Sequence[torch.nn.Parameter],
-        trigger: torch.nn.Parameter,
-        group: dist.ProcessGroup,
+        self, module: torch.nn.Module, names: DelayedNames, group: dist.ProcessGroup
     ) -> None:
-        self._parameters = list(parameters)
+        self.parameters = [module.get_parameter(name) for name in names.names]
         self._group = group
         self._buffer = torch.zeros(
-            sum(one.numel() for one in parameters), device=parameters[0].device
+            sum(parameter.numel() for parameter in self.parameters),
+            device=self.parameters[0].device,
         )
-        broadcast(group, self._parameters, 0)
-        trigger.register_hook(self._average)
-        pieces = torch.split(self._buffer, [one.numel() for one in parameters])
-        self._views = [piece.view(one.shape) for piece, one in zip(pieces, parameters, strict=True)]
+        pieces = torch.split(self._buffer, [parameter.numel() for parameter in self.parameters])
+        self._views = [
+            piece.view(parameter.shape)
+            for piece, parameter in zip(pieces, self.parameters, strict=True)
+        ]
+        self._handle = module.get_parameter(names.trigger).register_hook(self._average)
+        self._adopt_gradients()
 
-    @classmethod
-    def create(
-        cls,
-        named: Sequence[tuple[str, torch.nn.Parameter]],
-        trigger: torch.nn.Parameter | None,
-        group: dist.ProcessGroup,
-    ) -> DelayedParameters | None:
-        return (
-            cls([one for _, one in named], trigger, group)
-            if named and trigger is not None
-            else None
-        )
+    def _adopt_gradients(self) -> None:
+        """What has accumulated before goes on here."""
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is not None:
+                view.copy_(parameter.grad)
+                parameter.grad = view
+
+    def remove(self) -> None:
+        """Leave the parameters to another of these."""
+        self._handle.remove()
 
     def prepare_gradients(self) -> None:
         """Before a backward: gradients accumulate in the buffer."""
-        if all(one.grad is None for one in self._parameters):
+        if all(parameter.grad is None for parameter in self.parameters):
             self._buffer.zero_()
-        for one, view in zip(self._parameters, self._views, strict=True):
-            if one.grad is None:
+        for parameter, view in zip(self.parameters, self._views, strict=True):
+            if parameter.grad is None:
                 view.zero_()
-                one.grad = view
+                parameter.grad = view
 
     def _average(self, gradient: torch.Tensor) -> torch.Tensor:
         self._buffer.div_(self._group.size())
-        self._work: Any = all_reduce(self._group, self._buffer)
-        self._work.wait()
+        all_reduce(self._group, self._buffer).wait()
         return gradient

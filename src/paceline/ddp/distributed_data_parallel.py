@@ -1,52 +1,74 @@
 """`DistributedDataParallel`: the module a training script sees. Arguments and methods are those of
-torch's class.
+torch's class; its private ones are in `torch_compat`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import logging
 import os
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._autograd import _profiler_enabled
-from torch._C._distributed_c10d import BuiltinCommHookType
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.utils import _cast_forward_inputs, _to_kwargs
-from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline._malloc import keep_freed_memory
+from paceline._pytree import first_tensor, tensors_in
+from paceline._state_dict import align_names
+from paceline._torch_internals import (
+    cast_inputs,
+    device_types_of,
+    is_profiling,
+    make_parameters_local,
+    remove_optimizer_hooks,
+)
 from paceline.backend import PacelineGroup
-from paceline.ddp.atomic_step import Policy, StepGuard
+from paceline.ddp.atomic_step import StepGuard
+from paceline.ddp.backward_observer import StepActions
 from paceline.ddp.buffers import BufferHook, broadcast, sync_buffers
-from paceline.ddp.comm_hooks import CommHook, builtin_hook, check_hook
+from paceline.ddp.comm_hooks import Hook, HookSpec, check_hook
+from paceline.ddp.config import (
+    Average,
+    DDPConfig,
+    Policy,
+    bucket_limits,
+    delayed_names,
+    refuse_unknown,
+    syncs_buffers,
+    warn_of_check_reduction,
+)
 from paceline.ddp.consistency import DriftCheck, check_same_model, describe
 from paceline.ddp.delayed_parameters import DelayedParameters
+from paceline.ddp.failures import StepHistory
+from paceline.ddp.group_transport import GroupTransport
 from paceline.ddp.mixed_precision import LowPrecision
-from paceline.ddp.plan import MIB, BucketLimits
-from paceline.ddp.reducer import GradientSnapshot, ManagedParameter, Reducer
+from paceline.ddp.plan import MIB, ManagedParameter
+from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
 from paceline.ddp.signals import Call, Signal
-from paceline.ddp.structure import first_batch_size, tensors_in
+from paceline.ddp.single_rank import SingleRank
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
-from paceline.ddp.transport import GroupTransport, Transport
+from paceline.ddp.torch_compat import TorchCompat
+from paceline.ddp.transport import Transport
 from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
 
-__all__ = ["DistributedDataParallel"]
+__all__ = ["DistributedDataParallel", "GradientSnapshot", "first_batch_size"]
 
 _logger = logging.getLogger("paceline")
-
-_Average = Literal["samples", "ranks"]
-_CHECK_REPLICAS_EVERY = 200
 _FORWARD, _FORWARDS = int(Phase.FORWARD), int(Field.FORWARDS)
+_NEEDLESS = (
+    "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
+    "a gradient."
+)
+# What cannot be pickled, and is made anew from what can.
+_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history")
 
 
 class _Active:
@@ -63,22 +85,23 @@ class _Active:
 _active = _Active()
 
 
-class DistributedDataParallel(torch.nn.Module, Joinable):
+class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     """Data-parallel training: every rank runs its part of the batch, gradients are averaged during
     backward.
 
     The first twenty arguments are torch's, with the same meaning and defaults. Paceline's own:
 
     average: "samples" weighs each rank by the number of samples it saw, so that the gradient is
-    that of the global
-        batch whatever its split; "ranks" is torch's plain average. Equal counts give the same bits
-        either way.
+        that of the global batch whatever its split; "ranks" is torch's plain average. Equal counts
+        give the same bits either way.
     check_replicas_every: compare a digest of the weights over ranks every so many steps; 0 turns it
-    off. check_finite: look for non-finite gradients before they are averaged, and fail the step on
-    every rank. on_error: the default policy of `all_or_none()`.
+        off.
+    check_finite: look for non-finite gradients before they are averaged, and fail the step on every
+        rank.
+    on_error: the default policy of `all_or_none()`.
     """
 
-    def __init__(  # noqa: PLR0915 - one line or block per argument, in torch's order
+    def __init__(
         self,
         module: torch.nn.Module,
         device_ids: Sequence[int | torch.device] | None = None,
@@ -95,13 +118,13 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         delay_all_reduce_named_params: Sequence[tuple[str, torch.nn.Parameter]] | None = None,
         param_to_hook_all_reduce: torch.nn.Parameter | None = None,
         mixed_precision: Any = None,
-        device_mesh: Any = None,
+        device_mesh: DeviceMesh | None = None,
         skip_all_reduce_unused_params: bool = False,
         bucket_cap_mb_list: Sequence[float] | None = None,
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        average: _Average = "samples",
+        average: Average = "samples",
         check_replicas_every: int | None = None,
         check_finite: bool = False,
         on_error: Policy = "raise",
@@ -109,119 +132,101 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        _refuse_unknown(unknown, average, on_error)
-        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
-            raise ConfigError(
-                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
-            )
-        self._choose_group(module, process_group, device_mesh)
-        delayed = list(delay_all_reduce_named_params or [])
-        self.parameters_to_ignore = set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
-        self.parameters_to_ignore.update(name for name, _ in delayed)
-        named = list(module.named_parameters())
-        managed_names = [
-            (name, one) for name, one in named if name not in self.parameters_to_ignore
-        ]
-        self._module_parameters = [parameter for _, parameter in managed_names]
-        self._refuse_uninitialized(named)
-        everything = self._module_parameters or [parameter for _, parameter in delayed]
-        if not everything:
-            self._refuse_untrainable()
-        self.device = everything[0].device
-        self.device_type = self.device.type
-        self.is_multi_device_module = len({parameter.device for parameter in everything}) > 1
-        self._choose_devices(device_ids, output_device)
-        self.dim = dim
+        refuse_unknown(unknown)
+        if check_reduction:
+            warn_of_check_reduction()
+        sync_always, sync_now = syncs_buffers(broadcast_buffers, forward_sync_buffers)
+        limits, bucket_bytes_list = bucket_limits(bucket_cap_mb, bucket_cap_mb_list)
+        self._config = DDPConfig(
+            average=average,
+            on_error=on_error,
+            check_finite=check_finite,
+            check_replicas_every=check_replicas_every,
+            init_sync=init_sync,
+            forward_sync_buffers=sync_always,
+            find_unused_parameters=find_unused_parameters,
+            skip_unused=skip_all_reduce_unused_params,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            limits=limits,
+            bucket_bytes_list=bucket_bytes_list,
+            mixed_precision=mixed_precision,
+            delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
+        )
+        self.process_group = self._choose_group(module, process_group, device_mesh)
         self.module = module
-        sync_now = self._choose_buffer_sync(broadcast_buffers, forward_sync_buffers)
-        self.find_unused_parameters = find_unused_parameters
-        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.dim = dim
         self.batched_grad_copy = batched_grad_copy
-        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self._choose_parameters()
+        self._choose_devices(device_ids, output_device)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
-        self.static_graph = False
-        self.average = average
-        self.on_error: Policy = on_error
-        self.check_finite = check_finite
-        self.init_sync = init_sync
-        self._check_every = check_replicas_every
-        if check_reduction:
-            warnings.warn(
-                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
-                "Please avoid using it.",
-                FutureWarning,
-                stacklevel=2,
-            )
-        self._limits = BucketLimits.create(bucket_cap_mb, bucket_cap_mb_list)
-        self.bucket_bytes_cap = max(self._limits.bytes)
-        self.bucket_bytes_cap_list = [int(mb * MIB) for mb in bucket_cap_mb_list or ()]
-        self.mixed_precision = mixed_precision
-        self.use_side_stream_for_tensor_copies = False
         self._stated_count: float | None = None
-        self._divide_by_initial_world_size: bool | None = None
         self._buffer_hook: BufferHook | None = None
-        self._comm_hooks: list[tuple[Any, Any]] = []
-        self._hook_name: str | None = None
-        self._ddp_sink_clone = True
+        self._hook_spec: HookSpec | None = None
         self._lazy_init_ran = False
-        self._is_transparent = (
-            False  # one rank, and nothing happens before or after forward; known at the first one
-        )
-        self._buffer_futures: list[Any] = []
-
-        self._check_replicas(managed_names, sync_now)
-        if not delayed and not any(
-            parameter.requires_grad for parameter in self._module_parameters
-        ):
-            self._refuse_untrainable()  # on all ranks: they have been compared
-        managed = self._managed_parameters(managed_names)
-        self._build_transport(managed)
-        self._delayed = DelayedParameters.create(
-            delayed, param_to_hook_all_reduce, self.process_group
-        )
-        self._build_reducer(managed)
-        self._low_precision: LowPrecision | None = None
-        if mixed_precision is not None:
-            self._low_precision = LowPrecision(mixed_precision, self.module)
-            self._use_low_precision()
+        self._make_replicas_equal(sync_now)
+        if mixed_precision is None:
+            self._low_precision: LowPrecision | None = None
+        else:
+            self._low_precision = LowPrecision(mixed_precision, module)
         self._prepare_sync_batchnorm()
         if static_graph:
             self._set_static_graph()
+        self._history = StepHistory()
+        self._delayed: DelayedParameters | None = None
+        self._rebuild()
 
-    # ------------------------------------------------------------------------------------------ construction
+    # ------------------------------------------------------------------- construction
 
-    def _choose_group(self, module: torch.nn.Module, process_group: Any, device_mesh: Any) -> None:
+    def _choose_group(
+        self,
+        module: torch.nn.Module,
+        process_group: dist.ProcessGroup | None,
+        device_mesh: DeviceMesh | None,
+    ) -> dist.ProcessGroup:
         if process_group is not None and device_mesh is not None:
             raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is None:
-            self.process_group = process_group if process_group is not None else _default_group()
-            return
+            return process_group if process_group is not None else _default_group()
         if device_mesh.ndim != 1:
             raise ConfigError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         self.device_mesh = device_mesh
-        self.process_group = device_mesh.get_group(mesh_dim=0)
-        if device_mesh._get_root_mesh() != device_mesh:
-            # A slice of a larger mesh: tensor-parallel parameters become local tensors, as in
-            # torch's class.
-            from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+        make_parameters_local(module, device_mesh)
+        group: dist.ProcessGroup = device_mesh.get_group(mesh_dim=0)
+        return group
 
-            _pre_dp_module_transform(module)
-
-    def _refuse_untrainable(self) -> None:
-        raise ConfigError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
+    def _choose_parameters(self) -> None:
+        """Which parameters are averaged, and where they are."""
+        delayed = self._config.delayed
+        self.parameters_to_ignore = set(
+            getattr(self.module, "_ddp_params_and_buffers_to_ignore", ())
         )
-
-    def _refuse_uninitialized(self, named: Sequence[tuple[str, torch.nn.Parameter]]) -> None:
+        self.parameters_to_ignore.update(delayed.names if delayed is not None else ())
+        named = list(self.module.named_parameters())
         for name, parameter in named:
             if isinstance(parameter, torch.nn.parameter.UninitializedParameter):
                 raise ConfigError(
-                    f"{name} has no shape yet: Modules with uninitialized parameters can't be used with "
-                    "`DistributedDataParallel`. Run a dummy forward pass to correctly initialize the modules"
+                    f"{name} has no shape yet: Modules with uninitialized parameters can't be used "
+                    "with `DistributedDataParallel`. Run a dummy forward pass to correctly "
+                    "initialize the modules"
                 )
+        self._module_parameters = [
+            parameter for name, parameter in named if name not in self.parameters_to_ignore
+        ]
+        everything = self._module_parameters or [
+            parameter for name, parameter in named if delayed is not None and name in delayed.names
+        ]
+        if not everything:
+            raise ConfigError(_NEEDLESS)
+        self.device = everything[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({parameter.device for parameter in everything}) > 1
 
-    def _choose_devices(self, device_ids: Any, output_device: Any) -> None:
+    def _choose_devices(
+        self,
+        device_ids: Sequence[int | torch.device] | None,
+        output_device: int | torch.device | None,
+    ) -> None:
         self.device_ids: list[int] | None = None
         self.output_device: int | None = None
         if device_ids is not None and len(device_ids) > 1:
@@ -230,204 +235,198 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             if device_ids or output_device:
                 devices = {parameter.device for parameter in self._module_parameters}
                 raise ConfigError(
-                    "DistributedDataParallel device_ids and output_device arguments only work with modules on one "
-                    f"accelerator, but got device_ids {device_ids}, output_device {output_device}, and module "
-                    f"parameters {devices}. Leave both out and put the inputs where the module is."
+                    "DistributedDataParallel device_ids and output_device arguments only work with "
+                    f"modules on one accelerator, but got device_ids {device_ids}, output_device "
+                    f"{output_device}, and module parameters {devices}. Leave both out and put the "
+                    "inputs where the module is."
                 )
             return
-        self.device_ids = [_device_index(one) for one in device_ids]
+        self.device_ids = [_device_index(device) for device in device_ids]
         self.output_device = (
             self.device_ids[0] if output_device is None else _device_index(output_device)
         )
 
-    def _choose_buffer_sync(
-        self, broadcast_buffers: bool | None, forward_sync_buffers: bool | None
-    ) -> bool:
-        """Sets `forward_sync_buffers`; returns whether buffers are made equal now."""
-        if broadcast_buffers is not None:
-            ignored = (
-                " and is ignored here because `forward_sync_buffers` is given"
-                if forward_sync_buffers
-                else ""
-            )
-            warnings.warn(
-                f"`broadcast_buffers` is deprecated{ignored}. Use `forward_sync_buffers` instead, which synchronises "
-                "buffers before forward and leaves the initial synchronisation to `init_sync`.",
-                FutureWarning,
-                stacklevel=3,
-            )
-        if forward_sync_buffers is not None:
-            self.forward_sync_buffers = forward_sync_buffers
-            return True
-        self.forward_sync_buffers = True if broadcast_buffers is None else broadcast_buffers
-        return self.forward_sync_buffers
-
-    def _build_transport(self, managed: Sequence[ManagedParameter]) -> None:
-        self._world: int = self.process_group.size()
-        if any(one.parameter.is_cpu for one in managed):
-            on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
-            keep_freed_memory(int(on_host) if on_host.isdigit() else self._world)
-        self._transport: Transport | None = None
-        if self._world > 1:
-            self._transport = self._new_transport(managed)
-
-    def _new_transport(
-        self, managed: Sequence[ManagedParameter], *, shared: bool = True
-    ) -> Transport:
-        transport: Transport
-        if shared and managed and ShmTransport.serves(self.process_group, managed):
-            assert isinstance(self.process_group, PacelineGroup)
-            transport = ShmTransport(self.process_group, managed)
-        else:
-            transport = GroupTransport(
-                self.process_group, _signal_device(self.process_group, self.device)
-            )
-        transport.by_samples = self.average == "samples"
-        transport.divide_by_world = self.average == "ranks"
-        return transport
-
-    def _check_replicas(
-        self, parameters: Sequence[tuple[str, torch.nn.Parameter]], with_buffers: bool
-    ) -> None:
+    def _make_replicas_equal(self, with_buffers: bool) -> None:
         """Every rank has the same model; then, unless init_sync is off, every rank has rank 0's
         values.
         """
-        if self.process_group.size() == 1:
-            return
-        transport = GroupTransport(
-            self.process_group, _signal_device(self.process_group, self.device)
-        )
-        buffers = self._named_buffers()
-        found = describe(parameters, buffers.items() if with_buffers else ())
-        check_same_model(transport, found | self._shared_arguments())
-        if not self.init_sync:
-            return
-        tensors: list[torch.Tensor] = [parameter for _, parameter in parameters]
-        broadcast(self.process_group, tensors + (list(buffers.values()) if with_buffers else []), 0)
-
-    def _shared_arguments(self) -> dict[str, str]:
-        """Arguments that decide what ranks say to each other: different ones would end in a hang or
-        in nonsense.
-        """
-        chosen = {
-            "init_sync": self.init_sync,
-            "average": self.average,
-            "forward_sync_buffers": self.forward_sync_buffers,
-            "find_unused_parameters": self.find_unused_parameters,
-            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
-            "bucket_cap_mb": ", ".join(f"{size / MIB:g}" for size in self._limits.bytes),
-            "check_replicas_every": self._check_every,
-            "mixed_precision": self.mixed_precision,
-        }
-        return {f"argument {name}": str(value) for name, value in chosen.items()}
+        config = self._config
+        if self.process_group.size() > 1:
+            named = [
+                (name, parameter)
+                for name, parameter in self.module.named_parameters()
+                if name not in self.parameters_to_ignore
+            ]
+            buffers = self._named_buffers() if with_buffers else {}
+            description = describe(named, buffers.items()) | config.shared_arguments()
+            check_same_model(self._group_transport(), description)
+            if config.init_sync:
+                broadcast(self.process_group, [*self._module_parameters, *buffers.values()], 0)
+        delayed = config.delayed
+        if delayed is not None:
+            tensors = [self.module.get_parameter(name) for name in delayed.names]
+            broadcast(self.process_group, tensors, 0)
+        elif not any(parameter.requires_grad for parameter in self._module_parameters):
+            raise ConfigError(_NEEDLESS)  # on all ranks: they have been compared
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {
-            name: one
-            for name, one in self.module.named_buffers()
+            name: buffer
+            for name, buffer in self.module.named_buffers()
             if name not in self.parameters_to_ignore
         }
 
-    def _managed_parameters(
-        self, named: Iterable[tuple[str, torch.nn.Parameter]] | None = None
-    ) -> list[ManagedParameter]:
+    def _managed_parameters(self) -> list[ManagedParameter]:
         """Parameters that require a gradient, each once, by the first name it has."""
         sparse = {
-            id(one.weight)
-            for one in self.module.modules()
-            if isinstance(one, torch.nn.Embedding | torch.nn.EmbeddingBag) and one.sparse
+            id(layer.weight)
+            for layer in self.module.modules()
+            if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse
         }
         return [
             ManagedParameter(name, parameter, id(parameter) in sparse)
-            for name, parameter in named or self.module.named_parameters()
+            for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
 
-    def _build_reducer(self, managed: Sequence[ManagedParameter]) -> None:
+    def _prepare_sync_batchnorm(self) -> None:
+        for name, layer in self.module.named_modules():
+            if isinstance(layer, SyncBatchNorm):
+                layer.weigh_samples = self._config.average == "samples"
+            elif isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu":
+                raise ConfigError(
+                    f"{name or 'the module'} is torch's SyncBatchNorm: SyncBatchNorm layers only "
+                    "work with GPU modules. paceline.SyncBatchNorm.convert_sync_batchnorm(module) "
+                    "makes it work on CPU too."
+                )
+
+    # ------------------------------------------------------------------- rebuild
+
+    def _rebuild(self) -> None:
+        """Make the reducer, or another one instead of it: parameters were unfrozen, a hook was
+        registered, the group was replaced, the model was unpickled. Whatever it needs is kept by
+        this module, so that nothing is lost on the way.
+        """
+        previous: Reducer | SingleRank | None = self.__dict__.get("reducer")
+        if previous is not None:
+            previous.abandon_step()
+            previous.remove_hooks()
+        config = self._config
+        managed = self._managed_parameters()
         self._frozen = [one for one in self._module_parameters if not one.requires_grad]
         self.modules_buffers = list(self._named_buffers().values())
-        self.reducer = Reducer(
-            managed,
-            self._transport if managed else None,
-            limits=self._limits,
-            replan=not self.find_unused_parameters or self.static_graph,
-            bucketed_from_start=self.find_unused_parameters or bool(self.bucket_bytes_cap_list),
-            skip_unused=self.skip_all_reduce_unused_params,
-            check_finite=self.check_finite,
-            label=type(self.module).__name__,
+        self._rebuild_delayed()
+        transport = self._new_transport(managed)
+        self._drift = self._new_drift_check(managed, transport)
+        low = self._low_precision
+        actions = StepActions(
+            before_scatter=None if low is None else low.restore,
+            after_step=None if self._drift is None else self._drift.after_step,
+            on_unequal_counts=self._report_unequal_counts,
         )
-        self.reducer.by_samples_alone = self.average == "samples"
-        self.reducer.on_unequal_counts = (self._say_what_is_weighted,)
-        self._watch_replicas(managed)
+        label = type(self.module).__name__
+        rule = config.average_rule if previous is None else previous.rule
+        self.reducer: Reducer | SingleRank
+        if transport is None:
+            self.reducer = SingleRank(label, managed, rule, self._history, actions)
+        else:
+            hook = self._hook_spec
+            self.reducer = Reducer(
+                config,
+                label,
+                managed,
+                transport,
+                history=self._history,
+                actions=actions,
+                comm_hook=None
+                if hook is None
+                else hook.create(
+                    self,
+                    self.process_group,
+                    gradients_are_views=config.gradient_as_bucket_view,
+                ),
+                bucket_dtype=None if low is None else low.reduce_dtype,
+            )
+            self.reducer.use_rule(rule)
+        self._settle_transparency()
+
+    def _settle_transparency(self) -> None:
+        """One rank, and nothing happens before or after forward: then it costs nothing."""
+        self._is_transparent = isinstance(self.reducer, SingleRank) and not (
+            self.device_ids
+            or self._low_precision
+            or self._delayed
+            or self._buffer_hook
+            or self._frozen
+        )
+
+    def _new_transport(self, managed: Sequence[ManagedParameter]) -> Transport | None:
+        """How these gradients travel; None if they do not. A hook decides itself how: it needs the
+        group, also if there is one rank only.
+        """
+        world = self.process_group.size()
+        if any(one.parameter.is_cpu for one in managed):
+            on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
+            keep_freed_memory(int(on_host) if on_host.isdigit() else world)
+        if not managed or (world == 1 and self._hook_spec is None):
+            return None
+        if self._hook_spec is None and ShmTransport.serves(self.process_group, managed):
+            assert isinstance(self.process_group, PacelineGroup)
+            return ShmTransport(self.process_group, managed)
+        return self._group_transport()
+
+    def _group_transport(self) -> GroupTransport:
+        # Signals travel in host memory if the group can move it; otherwise (NCCL alone) where the
+        # model is.
+        on_host = "cpu" in device_types_of(self.process_group)
+        return GroupTransport(self.process_group, torch.device("cpu") if on_host else self.device)
+
+    def _new_drift_check(
+        self, managed: Sequence[ManagedParameter], transport: Transport | None
+    ) -> DriftCheck | None:
+        every = self._config.drift_interval(has_comm_hook=self._hook_spec is not None)
+        if not every or transport is None:
+            return None
+        return DriftCheck(transport, [(one.name, one.parameter) for one in managed], every)
+
+    def _rebuild_delayed(self) -> None:
+        if self._delayed is not None:
+            self._delayed.remove()
+        names = self._config.delayed
+        if names is not None:
+            self._delayed = DelayedParameters(self.module, names, self.process_group)
 
     def _follow_unfreezing(self) -> None:
         """Parameters that were frozen when the buckets were planned need a gradient now: plan anew,
         on every rank.
         """
-        hook = self.reducer.hook
-        self.reducer.remove_hooks()
-        managed = self._managed_parameters()
-        if self._transport is not None:
-            check_same_model(
-                self._transport, describe([(one.name, one.parameter) for one in managed], ())
-            )
-            self._transport = self._new_transport(managed, shared=hook is None)
-        self._build_reducer(managed)
-        self.reducer.hook = hook
-
-    def _watch_replicas(self, managed: Sequence[ManagedParameter]) -> None:
-        every = self._check_every
-        if (
-            every is None
-        ):  # replicas that were never made equal, or that a hook may keep apart, are not compared
-            every = _CHECK_REPLICAS_EVERY if self.init_sync else 0
-        self._drift: DriftCheck | None = None
-        if every and self._transport is not None and managed:
-            self._drift = DriftCheck(
-                self._transport, [(one.name, one.parameter) for one in managed], every
-            )
-            self.reducer.after_step.append(self._drift.after_step)
+        if isinstance(self.reducer, Reducer):
+            named = [(one.name, one.parameter) for one in self._managed_parameters()]
+            check_same_model(self.reducer.transport, describe(named, ()))
+        self._rebuild()
 
     @property
     def compares_replicas_every(self) -> int:
-        """How many steps pass between two looks at whether the replicas are still equal; 0: none is
-        taken.
-        """
+        """How many steps pass between two comparisons of the replicas; 0: none is made."""
         return 0 if self._drift is None else self._drift.every
 
     def compare_replicas(self) -> None:
-        """Look now, on every rank, whether the replicas are equal; raises `MismatchError` if they
-        drifted apart.
-        """
+        """Compare the replicas now, on every rank; raises `MismatchError` if they drifted apart."""
         if self._drift is not None:
             self._drift.compare()
 
-    def _use_low_precision(self) -> None:
-        assert self._low_precision is not None
-        self.reducer.before_scatter.append(self._low_precision.restore)
-        self.reducer.use_bucket_dtype(self._low_precision.reduce_dtype)
-
-    def _prepare_sync_batchnorm(self) -> None:
-        for name, layer in self.module.named_modules():
-            if isinstance(layer, SyncBatchNorm):
-                layer.weigh_samples = self.average == "samples"
-            elif isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu":
-                raise ConfigError(
-                    f"{name or 'the module'} is torch's SyncBatchNorm: SyncBatchNorm layers only work with GPU "
-                    "modules. paceline.SyncBatchNorm.convert_sync_batchnorm(module) makes it work on CPU too."
-                )
-
-    # ------------------------------------------------------------------------------------------ forward
+    # ------------------------------------------------------------------- forward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         # One rank, nothing to weigh, nobody looking: a forward is that of the module, at no cost.
         if (
             self._is_transparent
+            and self._lazy_init_ran
             and self.require_backward_grad_sync
-            and not (self.reducer.window.open or recorder.watched or _profiler_enabled())
+            and not (self.reducer.window.open or recorder.watched or is_profiling())
         ):
             return self._modules["module"](*inputs, **kwargs)  # type: ignore[misc]  # there is a module
-        if _profiler_enabled():
+        if is_profiling():
             with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
                 return self._forward(inputs, kwargs)
         return self._forward(inputs, kwargs)
@@ -456,48 +455,46 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
     ) -> tuple[Any, dict[str, Any]]:
         if not self._lazy_init_ran:
             self._lazy_init()
+        reducer = self.reducer
+        if reducer.step is not None:
+            reducer.settle_dropped()
         if torch.is_grad_enabled():
-            watched = self._frozen or self.reducer.unhooked
-            if watched and any(
-                one.requires_grad for one in (*self._frozen, *self.reducer.unhooked)
+            if (self._frozen or reducer.frozen) and any(
+                parameter.requires_grad for parameter in (*self._frozen, *reducer.frozen)
             ):
                 self._follow_unfreezing()
+                reducer = self.reducer
             stated = self._stated_count
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest
             # of this line.
-            self.reducer.upcoming = first_batch_size(inputs, kwargs) if stated is None else stated
-        if (
-            self._transport is not None and not self.reducer.in_backward
-        ):  # a checkpoint computes again what it had
-            self._meet_peers()
+            reducer.begin_forward(first_batch_size(inputs, kwargs) if stated is None else stated)
+        if reducer.step is None and isinstance(reducer, Reducer):
+            # Not in backward: there a checkpoint computes again what it had.
+            self._meet_peers(reducer)
         if self.device_ids:
             moved_inputs, moved_kwargs = self.to_kwargs(inputs, kwargs, self.device_ids[0])
             inputs, kwargs = moved_inputs[0], moved_kwargs[0]
         if self._low_precision is not None:
             self._low_precision.apply()
             if self._low_precision.param_dtype is not None:
-                inputs, kwargs = _cast_forward_inputs(
-                    self._low_precision.param_dtype, *inputs, **kwargs
-                )
+                inputs, kwargs = cast_inputs(self._low_precision.param_dtype, inputs, kwargs)
         return inputs, kwargs
 
-    def _meet_peers(self) -> None:
+    def _meet_peers(self, reducer: Reducer) -> None:
         """Collectives that come before a forward: torch's join protocol, then buffers."""
         joining = self._join_config.enable
         if joining:
             Join.notify_join_context(self)
-        if torch.is_grad_enabled() and self.reducer.follow_plan():
-            size = max(self.reducer.limits.bytes) / MIB
+        if torch.is_grad_enabled() and reducer.follow_plan():
+            size = max(reducer.limits.bytes) / MIB
             _logger.debug(
-                "%d buckets of %g MiB, in the order gradients arrived",
-                len(self.reducer.buckets),
-                size,
+                "%d buckets of %g MiB, in the order gradients arrived", len(reducer.buckets), size
             )
         buffers = self._syncs_buffers_before_forward()
         if buffers or joining:
             follows = torch.is_grad_enabled() and self.require_backward_grad_sync
             signal = Signal(Call.FORWARD, buffers=buffers, backward_follows=follows)
-            signals = self.reducer.meet(signal)
+            signals = reducer.exchange_signals(signal)
             self._refuse_absence_from_batchnorm(signals)
             if buffers:
                 self._sync_buffers(signals)
@@ -507,9 +504,10 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         absent = [rank for rank, signal in enumerate(signals) if signal.call is Call.ANSWER]
         if absent and len(absent) < len(signals) and self._synchronises_batchnorm():
             raise ConfigError(
-                f"rank {', '.join(map(str, absent))} ran out of data, but this model has SyncBatchNorm layers, whose "
-                "forward needs all ranks. Give such a rank empty batches (x[:0]) until the others are through, as "
-                "paceline.DataLoader does, instead of no_more_data() or join()."
+                f"rank {', '.join(map(str, absent))} ran out of data, but this model has "
+                "SyncBatchNorm layers, whose forward needs all ranks. Give such a rank empty "
+                "batches (x[:0]) until the others are through, as paceline.DataLoader does, "
+                "instead of no_more_data() or join()."
             )
 
     def _synchronises_batchnorm(self) -> bool:
@@ -533,8 +531,8 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
             recorder.count(_FORWARDS)
             if self.require_forward_param_sync is not sync:
                 self.require_forward_param_sync = sync
-            if self._transport is not None or not sync or self.reducer.accumulating:
-                self.reducer.watch(tensors_in(output), self.reducer.upcoming, sync)
+            if self.reducer.tracks(sync):
+                self.reducer.track_outputs(tensors_in(output), sync)
         else:
             self.require_forward_param_sync = False
         if self._delayed is not None:
@@ -543,62 +541,45 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def _forward_failed(self, error: Exception) -> None:
         if self.reducer.in_backward:
-            # a checkpoint computes again: it may stop early, and if this is an error backward will
-            # tell
+            # A checkpoint computes again: it may stop early, and if this is an error backward
+            # raises it.
             return
         if self._low_precision is not None:
             self._low_precision.restore()
-        if torch.is_grad_enabled() and self._transport is not None:
-            with contextlib.suppress(
-                PacelineError
-            ):  # the peers are gone: what is raised is the error at hand
+        if torch.is_grad_enabled():
+            # If the peers are gone, what is raised is the error at hand.
+            with contextlib.suppress(PacelineError):
                 self.reducer.fail(error, "forward")
 
     def _lazy_init(self) -> None:
+        """At the first forward: torch's apply_optimizer_in_backward may have come after wrapping.
+        The optimizer of a bucket's parameters then runs when the bucket is averaged.
+        """
         self._lazy_init_ran = True
-        busy = (
-            self.device_ids
-            or self._low_precision
-            or self._delayed
-            or self._buffer_hook
-            or self._frozen
-        )
-        self._is_transparent = self._transport is None and not busy
         if any(
             hasattr(parameter, "_in_backward_optimizers") for parameter in self._module_parameters
         ):
-            self._step_in_backward()
+            remove_optimizer_hooks(self._module_parameters)
+            self._use_hook(HookSpec.of_optimizer())
 
-    def _step_in_backward(self) -> None:
-        """Torch's apply_optimizer_in_backward: the optimizer of a bucket's parameters runs when it
-        is averaged.
-        """
-        from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import (
-            _apply_optim_in_backward_hook,
-        )
-        from torch.distributed.optim.apply_optimizer_in_backward import (
-            param_to_optim_hook_handle_map,
-        )
-
-        for parameter in self._module_parameters:
-            for handle in param_to_optim_hook_handle_map.get(parameter, []):
-                handle.remove()
-        hook = _apply_optim_in_backward_hook(gradient_is_bucket_view=self.gradient_as_bucket_view)
-        self.register_comm_hook(weakref.ref(self), hook)
-        self.reducer.optimizer_in_backward = True
-
-    def _say_what_is_weighted(self, totals: list[float]) -> None:
+    def _report_unequal_counts(self, totals: list[float]) -> None:
         if self.process_group.rank() == 0:
             counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
             _logger.warning(
-                "%s: ranks hold different numbers of samples (%s); each gradient is weighted by its rank's number, so "
-                "that the average is that of the global batch. State another weight with `with model.count(n):`, or "
-                'average ranks equally with average="ranks".',
+                "%s: ranks hold different numbers of samples (%s); each gradient is weighted by "
+                "its rank's number, so that the average is that of the global batch. State another "
+                "weight with `with model.count(n):`, or average ranks equally with "
+                'average="ranks".',
                 type(self.module).__name__,
                 counts,
             )
 
-    # ------------------------------------------------------------------------------------------ samples
+    @classmethod
+    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
+        """The module whose forward is running, for torch.compile."""
+        return _active.module
+
+    # ------------------------------------------------------------------- samples
 
     @contextlib.contextmanager
     def count(self, samples: float) -> Iterator[None]:
@@ -621,52 +602,59 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         With an optimizer (or a function that steps it), this rank takes their steps along and stays
         equal in every respect. Without one, the weights are copied at the end, and only they.
         """
-        if self._transport is None:
+        reducer = self.reducer
+        if not isinstance(reducer, Reducer):
             return
         last_active: list[int] = [0]
-        own = GradientSnapshot(self.reducer.managed)
+        own_gradients = GradientSnapshot(reducer.managed)
         if optimizer is not None:
-            # a parameter the others do not use must not be stepped by a gradient of this rank's
+            # A parameter the others do not use must not be stepped by a gradient of this rank's.
             self.zero_grad()
         while True:
-            signals = self.reducer.answer(self._answer_forward)
+            signals = reducer.participate_without_data(self._answer_forward)
             active = [rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER]
             if not active:
                 break
             last_active = active
             if optimizer is not None and signals[active[0]].call is Call.BACKWARD:
                 _take_step(optimizer)
-        own.put_back()
-        alone = self._transport.all_reduce_small(
+        own_gradients.restore()
+        without_optimizer = reducer.transport.all_reduce_small(
             torch.tensor([0 if optimizer is not None else 1], dtype=torch.int64)
         )
-        self._copy_model_from(last_active, weights=bool(alone))
+        self._copy_model_from(last_active, reducer.transport, weights=bool(without_optimizer))
 
-    def _copy_model_from(self, active: list[int], *, weights: bool) -> None:
+    def _copy_model_from(self, active: list[int], transport: Transport, *, weights: bool) -> None:
         """The rank that trained last is right; ranks that trained to the end themselves propose it.
 
         Only forwards change buffers, and those the others ran alone: buffers are always copied.
         """
-        assert self._transport is not None
-        buffers = self._named_buffers() if self.forward_sync_buffers else {}
+        buffers = self._named_buffers() if self._config.forward_sync_buffers else {}
         if not weights and not buffers:
             return
-        source = int(self._transport.all_gather_small(torch.tensor([max(active)])).max())
+        source = int(transport.all_gather_small(torch.tensor([max(active)])).max())
         if weights:
             self._broadcast_everything(source)
         else:
             broadcast(self.process_group, list(buffers.values()), source)
 
     def _broadcast_everything(self, source: int) -> None:
-        named = dict(self.module.named_parameters())
         tensors: list[torch.Tensor] = [
-            one for name, one in named.items() if name not in self.parameters_to_ignore
+            parameter
+            for name, parameter in self.module.named_parameters()
+            if name not in self.parameters_to_ignore
         ]
-        if self.forward_sync_buffers:
+        if self._config.forward_sync_buffers:
             tensors += list(self._named_buffers().values())
         broadcast(self.process_group, tensors, source)
 
-    # ------------------------------------------------------------------------------------------ all or none
+    def _answer_forward(self, signals: Sequence[Signal]) -> None:
+        """The others begin a forward, this rank has no data."""
+        self._refuse_absence_from_batchnorm(signals)
+        if any(signal.buffers for signal in signals):
+            self._sync_buffers(signals)
+
+    # ------------------------------------------------------------------- all or none
 
     def all_or_none(self, on_error: Policy | None = None) -> StepGuard:
         """`with model.all_or_none():` around one step: if it fails on any rank, it counts on none.
@@ -674,9 +662,9 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         on_error="raise": every rank raises. "skip": every rank goes on after the block, weights,
         gradients and buffers as they were before it.
         """
-        return StepGuard(self, self.reducer, on_error or self.on_error)
+        return StepGuard(self, lambda: self.reducer, on_error or self._config.on_error)
 
-    # ------------------------------------------------------------------------------------------ no_sync, join
+    # ------------------------------------------------------------------- no_sync, join
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -708,11 +696,12 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        asked = kwargs.get("divide_by_initial_world_size")
-        if self._transport is not None:
-            self._transport.divide_by_world = (
-                self.average == "ranks" if asked is None else bool(asked)
-            )
+        divide = kwargs.get("divide_by_initial_world_size")
+        if divide is not None:
+            rule = self._config.average_rule
+            self.reducer.use_rule(dataclasses.replace(rule, divide_by_world=bool(divide)))
+        else:
+            self.reducer.use_rule(self._config.average_rule)
         return _JoinHook(self)
 
     @property
@@ -720,42 +709,28 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         return self.device
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> dist.ProcessGroup:
         return self.process_group
 
-    # ------------------------------------------------------------------------------------------ buffers
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
+    # ------------------------------------------------------------------- buffers
 
     @property
     def last_sync_seconds(self) -> float:
         """How long the last backward went on synchronising after its own work was done; hidden
         parts do not count.
         """
-        return self.reducer.last_sync_seconds
+        return self._history.last_sync_seconds
 
     def will_sync_module_buffers(self) -> bool:
         return (
             self.require_forward_param_sync
-            and self.forward_sync_buffers
+            and self._config.forward_sync_buffers
             and len(self.modules_buffers) > 0
         )
 
     def _syncs_buffers_before_forward(self) -> bool:
         hook = self._buffer_hook
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
-
-    def _answer_forward(self, signals: Sequence[Signal]) -> None:
-        """The others begin a forward, this rank has no data."""
-        self._refuse_absence_from_batchnorm(signals)
-        if any(signal.buffers for signal in signals):
-            self._sync_buffers(signals)
 
     def _sync_buffers(self, signals: Sequence[Signal]) -> None:
         """Buffers follow the lowest rank that has data."""
@@ -767,199 +742,34 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
         source = next(rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER)
         sync_buffers(self.process_group, buffers, source)
 
-    broadcast_bucket_size = (
-        250 * MIB
-    )  # torch's, for programs that pass it on; messages here have their own size
-
-    def _default_broadcast_coalesced(
-        self,
-        bufs: Sequence[torch.Tensor] | None = None,
-        bucket_size: int | None = None,
-        authoritative_rank: int = 0,
-    ) -> None:
-        """What torch's class calls to make buffers equal, for buffer hooks that want just that."""
-        del bucket_size
-        tensors = self.modules_buffers if bufs is None else bufs
-        sync_buffers(
-            self.process_group,
-            dict(zip(map(str, range(len(tensors))), tensors, strict=True)),
-            authoritative_rank,
-        )
-
     def _run_buffer_hook(self, hook: BufferHook) -> None:
         with torch.no_grad():
             futures = hook.hook(hook.state, self._named_buffers())
         for future in futures or ():
-            self.reducer.pending_futures.append(future)
+            self.reducer.forwards.add_future(future)
 
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Any, comm_hook_location: Any = None
-    ) -> None:
-        """Synchronise buffers with `hook(state, named_buffers)` before or (default) after forward."""
-        if not callable(hook):
-            raise TypeError(f"hook must be callable, got {type(hook).__name__}")
-        after = comm_hook_location is None or comm_hook_location.name == "POST_FORWARD"
-        self._buffer_hook = BufferHook(hook, state, after)
-        self._is_transparent = False
+    # ------------------------------------------------------------------- communication hooks
 
-    # ------------------------------------------------------------------------------------------ hooks
-
-    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
         """Average with `hook(state, bucket) -> Future` instead, as in torch's class. Once, and
         before training.
         """
         try:
             check_hook(hook)
         except (TypeError, ValueError) as error:
-            self.reducer.last_error = str(error)
+            self._history.note_error(str(error))
             raise
-        if self.reducer.hook is not None:
+        self._use_hook(HookSpec.of_caller(state, hook))
+
+    def _use_hook(self, spec: HookSpec) -> None:
+        if self._hook_spec is not None:
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
-        self._comm_hooks.append((hook, state))
-        self._use_hook(state, hook)
-        self._hook_name = getattr(hook, "__qualname__", type(hook).__qualname__)
+        self._hook_spec = spec
+        self._rebuild()
 
-    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
-        if self.reducer.hook is not None:
-            raise RuntimeError(
-                "register_builtin_comm_hook or register_comm_hook can only be called once."
-            )
-        self._use_hook(None, builtin_hook(comm_hook_type, self.process_group))
-        self._hook_name = str(comm_hook_type)
-
-    def _use_hook(self, state: Any, hook: Callable[..., Any]) -> None:
-        if not isinstance(
-            self._transport, GroupTransport
-        ):  # one rank, or shared memory: the hook decides instead
-            self.reducer.remove_hooks()
-            managed = self._managed_parameters()
-            self._transport = self._new_transport(managed, shared=False)
-            self._build_reducer(managed)
-        self.reducer.hook = CommHook(state, hook)
-        if self._check_every is None and self._drift is not None:
-            self.reducer.after_step.remove(
-                self._drift.after_step
-            )  # local SGD and the like keep replicas apart
-
-    def _register_fused_optim(
-        self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any
-    ) -> None:
-        from torch.distributed.algorithms._optimizer_overlap.optimizer_overlap import (
-            _as_overlapped_optim,
-        )
-
-        overlapped = _as_overlapped_optim(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP") from error
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.remove_hooks()
-
-    # ------------------------------------------------------------------------------------------ torch's small methods
-
-    def scatter(self, inputs: Any, kwargs: Any, device_ids: Any) -> Any:
-        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
-
-    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> Any:
-        device = torch.device(self.device_type, device_id)
-        return _to_kwargs(inputs, kwargs, device, self.use_side_stream_for_tensor_copies)
-
-    def gather(self, outputs: Any, output_device: Any) -> Any:
-        return gather(outputs, output_device, dim=self.dim)
-
-    def _set_static_graph(self) -> None:
-        """Accepted: nothing here needs the promise, and keeping it costs nothing."""
-        if self.static_graph:
-            warnings.warn(
-                "You've set static_graph to be True, no need to set it again.", stacklevel=2
-            )
-            return
-        self.static_graph = True
-        if self.find_unused_parameters:
-            warnings.warn(
-                "You passed find_unused_parameters=true to DistributedDataParallel, `_set_static_graph` will detect "
-                "unused parameters automatically, so you do not need to set find_unused_parameters=true",
-                stacklevel=2,
-            )
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: torch.nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _get_data_parallel_params(
-        module: torch.nn.Module, named_params: bool = False
-    ) -> Iterator[Any]:
-        for item in module.named_parameters() if named_params else module.parameters():
-            if not hasattr(item, "_ddp_ignored"):
-                yield item
-
-    @classmethod
-    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
-        return _active.module
-
-    def _get_ddp_logging_data(self) -> dict[str, Any]:
-        """What this instance was built with and has done, under torch's names."""
-        managed = self.reducer.managed
-        return {
-            "world_size": self._world,
-            "rank": self.process_group.rank(),
-            "backend_name": self.process_group.name(),
-            "module_name": type(self.module).__name__,
-            "iteration": self.reducer.steps,
-            "num_parameter_tensors": len(managed),
-            "total_parameter_size_bytes": sum(
-                one.parameter.numel() * one.parameter.element_size() for one in managed
-            ),
-            "bucket_cap_bytes": max(self.reducer.limits.bytes),
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "forward_sync_buffers": int(self.forward_sync_buffers),
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "is_multi_device_module": int(self.is_multi_device_module),
-            "has_rebuilt_buckets": int(self.reducer.replanned),
-            "can_set_static_graph": 1,
-            "comm_hook": self._hook_name,
-            "has_error": int(bool(self.reducer.last_error)),
-            "error": self.reducer.last_error,
-        }
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        if sample_rate < 1:
-            raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
-
-    def _set_ddp_sink_clone(self, val: bool) -> None:
-        self._ddp_sink_clone = val  # outputs are never cloned here
-
-    def _check_reducer_finalized(self) -> None:
-        if self.reducer.in_backward:
-            raise RuntimeError("the last backward has not finished: its gradients are not averaged")
-
-    def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
-        """Go on in another group (shrunk or grown)."""
-        self.process_group = new_process_group
-        hook = self.reducer.hook
-        self.reducer.remove_hooks()
-        managed = self._managed_parameters()
-        self._build_transport(managed)
-        self._build_reducer(managed)
-        self.reducer.hook = hook
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self.process_group.rank()
-
-    # ------------------------------------------------------------------------------------------ transparency
+    # ------------------------------------------------------------------- transparency
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -974,51 +784,43 @@ class DistributedDataParallel(torch.nn.Module, Joinable):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Accepts keys with and without the `module.` prefix."""
-        if state_dict and self._is_without_prefix(state_dict):
-            metadata = getattr(state_dict, "_metadata", None)
-            prefixed = type(state_dict)(
-                (f"module.{key}", value) for key, value in state_dict.items()
-            )  # type: ignore[call-arg]
-            if metadata is not None:
-                described = {
-                    f"module.{key}" if key else "module": value for key, value in metadata.items()
-                }
-                prefixed._metadata = described  # type: ignore[attr-defined]
-            state_dict = prefixed
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-    def _is_without_prefix(self, state_dict: Mapping[str, Any]) -> bool:
-        if not any(key.startswith("module.") for key in state_dict):
-            return True
-        own = (
-            self.module.state_dict()
-        )  # the wrapped module may have a child of the name `module` itself
-        return sum(key in own for key in state_dict) > sum(
-            key.removeprefix("module.") in own for key in state_dict
-        )
+        own = [f"module.{name}" for name in self.module.state_dict()]
+        return super().load_state_dict(align_names(state_dict, own), *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         if not dist.is_initialized() or self.process_group != dist.group.WORLD:
             raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
-                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
+                "DDP Pickling/Unpickling are only supported when using DDP with the default "
+                "process group. That is, when you have called init_process_group and have not "
+                "passed process_group argument to DDP constructor"
             )
         state = copy.copy(self.__dict__)
-        for name in ("process_group", "reducer", "_transport", "_drift", "_delayed"):
+        for name in _NOT_PICKLED:
             del state[name]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = _default_group()
+        self._history = StepHistory()
         self._delayed = None
-        managed = self._managed_parameters()
-        self._build_transport(managed)
-        self._build_reducer(managed)
-        for hook, hook_state in self._comm_hooks:
-            self._use_hook(hook_state, hook)
-        if self._low_precision is not None:
-            self._use_low_precision()
+        self._rebuild()
+
+
+class GradientSnapshot:
+    """A rank without data sees the others' averages in its `.grad`; afterwards it has its own
+    gradients again.
+    """
+
+    def __init__(self, managed: Iterable[ManagedParameter]) -> None:
+        self._kept = [
+            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone())
+            for one in managed
+        ]
+
+    def restore(self) -> None:
+        for parameter, gradient in self._kept:
+            parameter.grad = gradient
 
 
 class _JoinHook(JoinHook):
@@ -1026,61 +828,51 @@ class _JoinHook(JoinHook):
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
         self._ddp = ddp
-        self._own: GradientSnapshot | None = None
+        self._own_gradients: GradientSnapshot | None = None
 
     def main_hook(self) -> None:
-        ddp = self._ddp
-        if ddp._transport is None:
+        ddp, reducer = self._ddp, self._ddp.reducer
+        if not isinstance(reducer, Reducer):
             return
-        if self._own is None:
-            self._own = GradientSnapshot(ddp.reducer.managed)
-        signals = ddp.reducer.answer(ddp._answer_forward)
+        if self._own_gradients is None:
+            self._own_gradients = GradientSnapshot(reducer.managed)
+        signals = reducer.participate_without_data(ddp._answer_forward)
         follows = any(signal.backward_follows for signal in signals)
         ddp.require_forward_param_sync = follows
         if follows:
-            ddp.reducer.answer(ddp._answer_forward)
+            reducer.participate_without_data(ddp._answer_forward)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        ddp = self._ddp
-        transport = ddp._transport
-        if transport is None:
+        ddp, reducer = self._ddp, self._ddp.reducer
+        if not isinstance(reducer, Reducer):
             return
-        if self._own is not None:
-            self._own.put_back()
+        if self._own_gradients is not None:
+            self._own_gradients.restore()
+        transport = reducer.transport
         proposed = torch.tensor([transport.rank if is_last_joiner else -1])
         ddp._broadcast_everything(int(transport.all_gather_small(proposed).max()))
-        transport.divide_by_world = ddp.average == "ranks"
+        reducer.use_rule(ddp._config.average_rule)
 
 
-def _refuse_unknown(unknown: Mapping[str, Any], average: str, on_error: str) -> None:
-    if unknown:
-        raise ConfigError(
-            f"DistributedDataParallel has no argument {', '.join(sorted(unknown))}. It takes torch's arguments and "
-            "average, check_replicas_every, check_finite, on_error."
-        )
-    if average not in ("samples", "ranks"):
-        raise ConfigError(
-            f'average={average!r}: it is "samples" (exact) or "ranks" (torch\'s plain average)'
-        )
-    if on_error not in ("raise", "skip"):
-        raise ConfigError(f'on_error={on_error!r}: it is "raise" or "skip"')
+def first_batch_size(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """The leading dimension of the first tensor among the inputs; 1 if there is none."""
+    if inputs and isinstance(inputs[0], torch.Tensor):
+        first: torch.Tensor | None = inputs[0]
+    else:
+        first = first_tensor((inputs, kwargs))
+    return first.shape[0] if first is not None and first.dim() > 0 else 1
 
 
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
-            "DistributedDataParallel needs a process group: call torch.distributed.init_process_group() (or "
-            "paceline.init_process_group()) first, or pass process_group."
+            "DistributedDataParallel needs a process group: call "
+            "torch.distributed.init_process_group() (or paceline.init_process_group()) first, or "
+            "pass process_group."
         )
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def _signal_device(group: dist.ProcessGroup, fallback: torch.device) -> torch.device:
-    """Host memory if the group can move it; otherwise (NCCL alone) the device of the model."""
-    kinds = {device.type for device in group._device_types}
-    return torch.device("cpu") if "cpu" in kinds else fallback
 
 
 def _device_index(device: int | torch.device) -> int:

@@ -1,4 +1,4 @@
-"""`mixed_precision=`: forward and backward in a small dtype, weights and optimizer in the full one."""
+"""`mixed_precision=`: forward and backward in a small dtype, weights and steps in the full one."""
 
 from __future__ import annotations
 
@@ -15,11 +15,13 @@ class LowPrecision:
     def __init__(self, settings: Any, module: torch.nn.Module) -> None:
         self.param_dtype: torch.dtype | None = settings.param_dtype
         self.reduce_dtype: torch.dtype | None = settings.reduce_dtype or settings.param_dtype
-        self._parameters = [one for one in module.parameters() if not hasattr(one, "_ddp_ignored")]
+        self._parameters = [
+            parameter for parameter in module.parameters() if not hasattr(parameter, "_ddp_ignored")
+        ]
         self._swapped = False
-        for one in self._parameters:
-            low = torch.zeros_like(one, dtype=self.param_dtype)
-            one._mp_param, one._fp_param = low.detach(), one.data  # type: ignore[attr-defined]
+        for parameter in self._parameters:
+            low = torch.zeros_like(parameter, dtype=self.param_dtype)
+            parameter._mp_param, parameter._fp_param = low.detach(), parameter.data  # type: ignore[attr-defined]
         if settings.buffer_dtype is not None:
             for buffer in module.buffers():
                 if not hasattr(buffer, "_ddp_ignored"):
@@ -31,19 +33,19 @@ class LowPrecision:
             return
         self._swapped = True
         with torch.no_grad():
-            for one in self._parameters:
-                if one.is_floating_point():
-                    one._fp_param = one.data  # type: ignore[attr-defined]
-                    one.data = one.data.to(self.param_dtype)
-                    one._mp_param = one.data  # type: ignore[attr-defined]
+            for parameter in self._parameters:
+                if parameter.is_floating_point():
+                    parameter._fp_param = parameter.data  # type: ignore[attr-defined]
+                    parameter.data = parameter.data.to(self.param_dtype)
+                    parameter._mp_param = parameter.data  # type: ignore[attr-defined]
 
     def restore(self) -> None:
         """After backward: full-precision weights, gradients in their dtype."""
         if not self._swapped:
             return
         self._swapped = False
-        for one in self._parameters:
-            if one.is_floating_point():
-                one.data = one._fp_param  # type: ignore[attr-defined]
-                if one.grad is not None and one.grad.dtype != one.dtype:
-                    one.grad = one.grad.to(one.dtype)
+        for parameter in self._parameters:
+            if parameter.is_floating_point():
+                parameter.data = parameter._fp_param  # type: ignore[attr-defined]
+                if parameter.grad is not None and parameter.grad.dtype != parameter.dtype:
+                    parameter.grad = parameter.grad.to(parameter.dtype)

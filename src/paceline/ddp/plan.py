@@ -1,5 +1,5 @@
-"""Which gradient goes into which bucket, and in which order buckets are sent. Pure: no tensors, no
-ranks.
+"""Which gradient goes into which bucket, and in which order buckets are sent. Pure: planning looks
+at sizes and kinds, not at tensors or ranks.
 
 The rule is the one users of torch know: gradients of one dtype and device fill a bucket until it
 holds at least its limit; the first bucket is small, so that communication starts early. The same
@@ -14,12 +14,15 @@ import math
 import sys
 from collections.abc import Hashable, Sequence
 
+import torch
+
 __all__ = [
     "MIB",
     "UNLIMITED",
     "BucketLimits",
     "BucketPlan",
     "GradientSpec",
+    "ManagedParameter",
     "first_plan",
     "limit_for",
     "plan_buckets",
@@ -32,6 +35,15 @@ _FIRST_BUCKET_BYTES = MIB
 _DEFAULT_BUCKET_MIB = 25
 _COST_SHARE = 20
 _SMALLEST_MEASURED, _LARGEST_MEASURED = MIB, 64 * MIB
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ManagedParameter:
+    """One parameter whose gradient is averaged."""
+
+    name: str
+    parameter: torch.Tensor
+    sparse: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

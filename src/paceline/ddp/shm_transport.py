@@ -2,8 +2,8 @@
 time.
 
 A rank writes its signal into shared memory, counts itself in and goes on; nobody waits before the
-end of backward. The weights of the average are read from the signals by the rank that does the sum,
-when all have arrived.
+end of backward. There every rank reads the signals and computes the weights from them, all the same
+numbers, before it helps with the sums.
 
 Large gradients are the exception: to copy one into shared memory costs as much as to sum it. They
 stay where they are, and at the end of backward the ranks sum them together, through a little shared
@@ -22,12 +22,11 @@ import torch.distributed as dist
 from paceline.backend import PacelineGroup
 from paceline.backend.host_engine import HostEngine, core_dtype
 from paceline.core import BucketArena
+from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, DenseBucket, Fill, InPlaceBucket
-from paceline.ddp.plan import limit_for
-from paceline.ddp.reducer import ManagedParameter
+from paceline.ddp.plan import ManagedParameter, limit_for
 from paceline.ddp.signals import Call, Signal
-from paceline.ddp.transport import Transport
-from paceline.telemetry.recorder import recorder
+from paceline.ddp.transport import Transport, TransportState
 
 __all__ = ["ShmTransport"]
 
@@ -51,7 +50,7 @@ class ShmTransport(Transport):
         assert isinstance(group.engine, HostEngine)
         copied = [one.parameter for one in managed if not self.sums_in_place(one.parameter)]
         self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
-        sizes = [one.numel() * max(one.element_size(), 4) for one in copied]
+        sizes = [parameter.numel() * max(parameter.element_size(), 4) for parameter in copied]
         room = _ALIGNMENT + self._ring_bytes + sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
         # Two plans: the first, and the one made from the order in which gradients arrive.
         self._arena = BucketArena.open(
@@ -60,17 +59,18 @@ class ShmTransport(Transport):
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._defined = 1
-        self.forget()
-        self._began: list[Signal] | None = None
-        self._arrived = True
-        self._weighing: tuple[bool, bool] | None = None
+        self.forget_buckets()
+        self._weights: list[float] = []  # what the arena has
+        self._equal_weights = [1.0 / self.world] * self.world
+        # The signals of the operation: this rank's row and header, and everybody's once read.
         self._own = Signal(Call.ANSWER)
         self._own_row: list[float] = []
-        self._note = self._last = 0
+        self._posted = self._last = 0
+        self._arrived = True
+        self._read_signals: list[Signal] | None = None
         self._in_flight: list[tuple[int, int]] = []  # bucket of the plan, bucket of the arena
-        self._in_place: dict[
-            int, int
-        ] = {}  # bucket of the arena that is summed in its own memory -> address
+        # Bucket of the arena that is summed in its own memory -> address.
+        self._in_place: dict[int, int] = {}
 
     @classmethod
     def serves(cls, group: dist.ProcessGroup, managed: Sequence[ManagedParameter]) -> bool:
@@ -81,7 +81,89 @@ class ShmTransport(Transport):
             and all(one.parameter.is_cpu and not one.sparse for one in managed)
         )
 
-    def forget(self) -> None:
+    # ----------------------------------------------------------------------------- the step's calls
+
+    def _post(self, signal: Signal, single_bucket: bool) -> None:
+        self._read_signals = None
+        self._posted = self._last = self._write(signal)
+        self._arrived = not single_bucket
+        if self._arrived:
+            self._arena.ready(_SIGNALS)
+
+    def _signals(self) -> list[Signal]:
+        if self._read_signals is None:
+            if not self._arrived:
+                # Counted in after the only bucket: who has waited for this signal finds the bucket
+                # complete too.
+                self._arrived = True
+                self._arena.ready(_SIGNALS)
+            self._arena.finish(_SIGNALS)
+            self._read_signals = self._read(self._posted)
+        return self._read_signals
+
+    def _set_weights(self, weights: Sequence[float]) -> None:
+        if weights != self._weights:
+            self._weights = list(weights)
+            self._arena.set_weights(self._weights)
+
+    def _launch(self, bucket: Bucket) -> None:
+        number = self._number_of(bucket)
+        if isinstance(bucket, InPlaceBucket):
+            self._in_place[number] = bucket.flat.data_ptr()
+        else:
+            self._arena.ready(number)
+        self._in_flight.append((bucket.index, number))
+
+    def _close(self, signal: Signal) -> None:
+        self._last = self._write(signal)
+
+    def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]:
+        in_flight, self._in_flight = self._in_flight, []
+        for index, number in in_flight:
+            if telemetry is not None:
+                telemetry.waiting_for(index)
+            if number in self._in_place:
+                self._arena.reduce_external(number, self._in_place.pop(number))
+            else:
+                self._arena.finish(number)
+            if telemetry is not None:
+                telemetry.averaged(index)
+        return self._signals() if self._last == self._posted else self._read(self._last)
+
+    def _abandon(self) -> None:
+        self._in_flight = []
+        self._in_place.clear()
+
+    def reduce_single_bucket(self, signal: Signal, bucket: Bucket) -> bool:
+        if self._state is not TransportState.IDLE:
+            self._refuse("reduce_single_bucket", "another operation is open")
+        number = self._number_of(bucket)
+        row = signal.pack()
+        # Equal signals of ranks with samples weigh 1 / world: the core compares them as bytes.
+        self._posted, done = self._arena.exchange(row, _SIGNALS, number)
+        self._last, self._arrived = self._posted, True
+        if done:
+            self._weights = self._equal_weights
+            return True
+        self._own, self._own_row = signal, row
+        self._read_signals = self._read(self._posted)
+        self._in_flight.append((bucket.index, number))
+        self._state, self._has_weights, self._launched = TransportState.POSTED, False, 1
+        return False
+
+    def _write(self, signal: Signal) -> int:
+        self._own, self._own_row = signal, signal.pack()
+        return self._arena.write_header(self._own_row)
+
+    def _read(self, number: int) -> list[Signal]:
+        rows = self._arena.headers(number)
+        if number == self._last and rows.count(self._own_row) == self.world:
+            return [self._own] * self.world  # the usual case: all signals are equal
+        return [Signal.unpack(row) for row in rows]
+
+    # ----------------------------------------------------------------------------- memory and plan
+
+    def forget_buckets(self) -> None:
         self._next_byte = _ALIGNMENT + self._ring_bytes
         self._numbers: dict[int, int] = {}  # bucket of the plan -> bucket of the arena
 
@@ -93,36 +175,10 @@ class ShmTransport(Transport):
         self._next_byte = -(-end // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=start)
 
-    def begin(self, signal: Signal, *, alone: bool = False) -> None:
-        self._began = None
-        self._weigh()
-        self._note = self._last = self._write(signal, weighs=True)
-        self._arrived = not alone
-        if self._arrived:
-            self._arena.ready(_SIGNALS)
+    def fill_function(self) -> Fill:
+        return self._fill
 
-    def _weigh(self) -> None:
-        weighing = (self.by_samples, self.divide_by_world)
-        if weighing != self._weighing:
-            self._weighing = weighing
-            self._arena.weigh(by_samples=weighing[0], divide_by_ranks=weighing[1])
-
-    def reduce_single_bucket(self, row: Sequence[float], bucket: Bucket) -> bool:
-        self._weigh()
-        number = self._number_of(bucket)
-        self._note, done = self._arena.exchange(row, _SIGNALS, number)
-        self._last, self._arrived = self._note, True
-        if not done:
-            self._own_row = list(row)
-            self._own = Signal.unpack(row)
-            self._began = self._read(self._note)
-            self._in_flight.append((bucket.index, number))
-        return done
-
-    def filler(self) -> Fill:
-        return self._copy_in
-
-    def _copy_in(
+    def _fill(
         self,
         flat: torch.Tensor,
         offset: int,
@@ -133,27 +189,8 @@ class ShmTransport(Transport):
         start = flat.data_ptr() - self._start + offset * flat.element_size()
         self._arena.fill(start, addresses, lengths, nbytes)
 
-    def began(self) -> list[Signal]:
-        if self._began is None:
-            if not self._arrived:
-                # Counted in after the only bucket: who has waited for this signal finds the bucket
-                # complete too.
-                self._arrived = True
-                self._arena.ready(_SIGNALS)
-            self._arena.finish(_SIGNALS)
-            self._began = self._read(self._note)
-        return self._began
-
     def sums_in_place(self, parameter: torch.Tensor) -> bool:
         return parameter.nbytes >= _IN_PLACE_FROM_BYTES and self.world <= _IN_PLACE_UP_TO_RANKS
-
-    def launch(self, bucket: Bucket) -> None:
-        number = self._number_of(bucket)
-        if isinstance(bucket, InPlaceBucket):
-            self._in_place[number] = bucket.flat.data_ptr()
-        else:
-            self._arena.ready(number)
-        self._in_flight.append((bucket.index, number))
 
     def _number_of(self, bucket: Bucket) -> int:
         number = self._numbers.get(bucket.index)
@@ -166,7 +203,7 @@ class ShmTransport(Transport):
         flat = bucket.wire()
         if isinstance(bucket, InPlaceBucket):
             arguments = (_ALIGNMENT, self._ring_bytes, flat.numel(), core_dtype(flat), _AVERAGE)
-            self._arena.define_own(number, *arguments)
+            self._arena.define_external(number, *arguments)
             return number
         offset = flat.data_ptr() - self._start
         self._arena.define(number, offset, flat.numel(), core_dtype(flat), _AVERAGE)
@@ -178,36 +215,10 @@ class ShmTransport(Transport):
         summing = min(_seconds(lambda: one.add_(other)) for _ in range(_TRIALS))
         return limit_for(exchange, one.nbytes / summing)
 
-    def close(self, signal: Signal) -> None:
-        self._last = self._write(signal, weighs=False)
-
-    def finish(self) -> list[Signal]:
-        in_flight, self._in_flight = self._in_flight, []
-        for index, number in in_flight:
-            if index > 0:  # the wait began as the first bucket's
-                recorder.at_bucket(self.wait_labels[index], index)
-            if number in self._in_place:
-                self._arena.reduce_own(number, self._in_place.pop(number))
-            else:
-                self._arena.finish(number)
-            if recorder.trace is not None:
-                self.averaged_at[index] = time.monotonic_ns()
-        return self.began() if self._last == self._note else self._read(self._last)
-
     def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         result = numbers.clone()
         self.group.allreduce([result]).wait()
         return result
-
-    def _write(self, signal: Signal, *, weighs: bool) -> int:
-        self._own, self._own_row = signal, signal.pack()
-        return self._arena.note(self._own_row, weighs=weighs)
-
-    def _read(self, number: int) -> list[Signal]:
-        rows = self._arena.notes(number)
-        if number == self._last and rows.count(self._own_row) == self.world:
-            return [self._own] * self.world  # the usual case: everybody says the same
-        return [Signal.unpack(row) for row in rows]
 
 
 def _seconds(action: Callable[[], object]) -> float:

@@ -1,22 +1,25 @@
-"""The few numbers ranks tell each other beside their gradients: what they are about to do, and how
-it stands.
+"""What ranks exchange beside their gradients: what each is about to do, and how it stands.
 
 Every exchange of a model begins with one `Signal` per rank. A rank without data (`Call.ANSWER`)
 follows whatever its peers are doing; two ranks with data that are doing different things are a
-mistake in the program, and said so.
+mistake in the program, and raise `MismatchError`.
+
+`Signal.pack` and `Signal.unpack` are the only wire layout. The transports carry SIGNAL_WIDTH
+numbers per rank without interpreting them; the native core compares them as bytes at most.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import NamedTuple
 
 from paceline.ddp.weighting import NOTHING, Contribution
 from paceline.errors import MismatchError
 
-__all__ = ["Call", "Signal", "common_call"]
+__all__ = ["SIGNAL_WIDTH", "Call", "Signal", "common_call"]
+
+SIGNAL_WIDTH = 8  # numbers a packed signal has
 
 
 class Call(enum.IntEnum):
@@ -31,9 +34,8 @@ class Call(enum.IntEnum):
         return {0: "no more data", 1: "forward", 2: "backward", 3: "the end of backward"}[int(self)]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Signal:
-    """One rank's part of an exchange."""
+class Signal(NamedTuple):
+    """One rank's part of an exchange. A tuple, because every step makes and compares some."""
 
     call: Call
     contribution: Contribution = NOTHING
@@ -42,18 +44,19 @@ class Signal:
     buffers: bool = False  # module buffers are synchronised next
     backward_follows: bool = False
 
-    WIDTH: ClassVar[int] = 8
-
     def pack(self) -> list[float]:
-        """The signal as WIDTH numbers."""
-        one = self.contribution
-        flags = [
-            float(self.failed),
-            float(self.unused),
-            float(self.buffers),
-            float(self.backward_follows),
+        """The signal as SIGNAL_WIDTH numbers."""
+        call, (reference, total, micro_batches), failed, unused, buffers, follows = self
+        return [
+            float(call),
+            reference,
+            total,
+            float(micro_batches),
+            float(failed),
+            float(unused),
+            float(buffers),
+            float(follows),
         ]
-        return [float(self.call), one.reference, one.total, float(one.micro_batches), *flags]
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Signal:
@@ -68,10 +71,11 @@ def common_call(signals: Sequence[Signal], name: str) -> Call:
     calls = {signal.call for signal in signals if signal.call is not Call.ANSWER}
     if len(calls) > 1:
         values = {rank: str(signal.call) for rank, signal in enumerate(signals)}
-        told = ", ".join(f"rank {rank} is at {what}" for rank, what in values.items())
+        positions = ", ".join(f"rank {rank} is at {call}" for rank, call in values.items())
         raise MismatchError(
-            f"the ranks of {name} are at different points of their step: {told}. Every rank must call forward and "
-            "backward equally often; a rank that runs out of data calls no_more_data().",
+            f"the ranks of {name} are at different points of their step: {positions}. Every rank "
+            "must call forward and backward equally often; a rank that runs out of data calls "
+            "no_more_data().",
             values,
         )
     return calls.pop() if calls else Call.ANSWER

@@ -65,7 +65,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_group: Any = None
     ) -> torch.nn.Module:
-        """Replace every BatchNorm layer (torch's SyncBatchNorm too) below `module` by this class."""
+        """Replace every BatchNorm layer (also torch's SyncBatchNorm) below `module` by this one."""
         converted = module
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             converted = cls(

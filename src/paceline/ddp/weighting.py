@@ -1,5 +1,5 @@
 """How much each rank's gradient weighs: the exact average over samples, or the plain average over
-ranks. Pure.
+ranks. Pure, and the only place that knows the formula: transports get the weights as numbers.
 
 A rank that ran micro-batches of n1, n2, ... samples since the last exchange holds G = sum((n_i /
 n1) * g_i), where g_i is what backward of micro-batch i produced (a mean over its samples, divided
@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
-__all__ = ["NOTHING", "Contribution", "SampleWindow", "weight_of"]
+__all__ = ["NOTHING", "AverageRule", "Contribution", "SampleWindow", "weights_of"]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Contribution:
+class Contribution(NamedTuple):
     """What one rank brings to an exchange: samples of its reference micro-batch, of all, and how
     many there were.
     """
@@ -35,21 +35,21 @@ NOTHING = Contribution()
 
 
 class SampleWindow:
-    """Counts the samples of the micro-batches since the last exchange."""
+    """What has gathered since the last exchange: the samples of the micro-batches, and which
+    parameters they used. A synchronised step ends it; the next one begins with a new window.
+    """
 
-    __slots__ = ("_micro_batches", "_reference", "_total", "open")
+    __slots__ = ("_micro_batches", "_reference", "_total", "open", "used")
 
     def __init__(self) -> None:
-        self.clear()
-
-    def clear(self) -> None:
         self._reference = 0.0
         self._total = 0.0
         self._micro_batches = 0
-        self.open = False  # there are some; no property, it is asked before every forward
+        self.open = False  # there are some; no property, it is read before every forward
+        self.used: set[int] = set()  # by backwards that only accumulated
 
     def add(self, count: float) -> float:
-        """Enter one micro-batch; returns the factor its gradients take before they are accumulated."""
+        """Enter one micro-batch; returns the factor of its gradients before they accumulate."""
         self._micro_batches += 1
         self.open = True
         self._total += count
@@ -59,30 +59,43 @@ class SampleWindow:
             self._reference = float(count)
         return count / self._reference
 
+    def preview(self, count: float) -> float:
+        """The factor that `add` would return."""
+        return count / self._reference if self._reference else float(count != 0)
+
     def contribution(self) -> Contribution:
         return Contribution(self._reference, self._total, self._micro_batches)
 
 
-def weight_of(
-    rank: int, all_ranks: Sequence[Contribution], *, by_samples: bool, divide_by_world: bool
-) -> float:
-    """The factor of this rank's gradient in the sum over ranks.
-
-    `divide_by_world` is torch's rule for ranks that ran out of data: the others' gradients shrink
-    with them.
+@dataclasses.dataclass(frozen=True, slots=True)
+class AverageRule:
+    """Which average: over samples or over ranks. `divide_by_world` is torch's rule for ranks that
+    ran out of data: the others' gradients shrink with them.
     """
-    world = len(all_ranks)
-    active = [one for one in all_ranks if one.micro_batches]
-    if not by_samples:
-        return 1.0 / (world if divide_by_world else max(len(active), 1))
+
+    by_samples: bool = True
+    divide_by_world: bool = False
+
+
+def weights_of(contributions: Sequence[Contribution], rule: AverageRule) -> list[float]:
+    """Every rank's factor in the sum over ranks; 0 for a rank that brings no samples."""
+    world = len(contributions)
+    active = [one for one in contributions if one.micro_batches]
+    if not rule.by_samples:
+        return [1.0 / (world if rule.divide_by_world else max(len(active), 1))] * world
     counted = [one for one in active if not one.empty]
-    if not counted or all_ranks[rank].empty:
-        return 0.0
+    if not counted:
+        return [0.0] * world
     micro_batches = max(one.micro_batches for one in active)
     samples = sum(one.total for one in counted)
+    divisor = world if rule.divide_by_world else len(counted)
+    # Equal shares get 1 / divisor itself, so that the bits are those of a plain average.
     equal = all(one.reference * micro_batches * len(counted) == samples for one in counted)
-    divisor = world if divide_by_world else len(counted)
-    if equal:
-        return 1.0 / divisor
-    weight = all_ranks[rank].reference * micro_batches / samples
-    return weight * len(counted) / divisor
+    return [
+        0.0
+        if one.empty
+        else 1.0 / divisor
+        if equal
+        else one.reference * micro_batches / samples * len(counted) / divisor
+        for one in contributions
+    ]

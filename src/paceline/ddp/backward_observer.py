@@ -1,0 +1,205 @@
+"""What one rank and many have in common: knowing when a backward of this model begins, which
+forwards it covers, and when it is through.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from paceline._torch_internals import current_graph_task
+from paceline.ddp.autograd_hooks import AutogradHooks, queue_callback
+from paceline.ddp.failures import StepHistory
+from paceline.ddp.forward_tracker import ForwardTracker
+from paceline.ddp.plan import ManagedParameter
+from paceline.ddp.step import ForwardPass, Phase, Step
+from paceline.ddp.weighting import AverageRule, SampleWindow
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.status_page import Phase as TrainingPhase
+
+__all__ = ["BackwardObserver", "StepActions"]
+
+_logger = logging.getLogger("paceline")
+_BACKWARD, _OTHER = int(TrainingPhase.BACKWARD), int(TrainingPhase.OTHER)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepActions:
+    """What is done around the end of a synchronised step, beside the average."""
+
+    before_scatter: Callable[[], None] | None = None
+    after_step: Callable[[], None] | None = None
+    on_unequal_counts: Callable[[list[float]], None] | None = None
+
+
+class BackwardObserver:
+    """Tracks forwards and backwards of one model. Subclasses say what a backward means."""
+
+    def __init__(
+        self,
+        label: str,
+        managed: Sequence[ManagedParameter],
+        rule: AverageRule,
+        history: StepHistory,
+        actions: StepActions,
+    ) -> None:
+        self.label = label
+        self.rule = rule
+        self.history = history
+        self._actions = actions
+        self.hooks = AutogradHooks(self, managed)
+        self.forwards = ForwardTracker()
+        self.window = SampleWindow()
+        self.step: Step | None = None
+
+    @property
+    def managed(self) -> Sequence[ManagedParameter]:
+        return self.hooks.managed
+
+    @property
+    def in_backward(self) -> bool:
+        return self.step is not None
+
+    def use_rule(self, rule: AverageRule) -> None:
+        """From the next step on, average by this rule."""
+        self.rule = rule
+
+    def remove_hooks(self) -> None:
+        """Leave the parameters as they were."""
+        self.hooks.remove()
+
+    # ----------------------------------------------------------------------------- forward
+
+    def begin_forward(self, sample_count: float) -> None:
+        """A forward of so many samples is about to run, and backward may follow."""
+        self.forwards.begin(sample_count)
+
+    def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
+        """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
+        if self.step is None:
+            self.hooks.remove_empty_tables()
+            self._forget_arrivals()
+        forward = ForwardPass(self.forwards.sample_count, sync)
+        reachable = self.hooks.watch_outputs(tensors, forward)
+        if (
+            self.forwards.awaits_backward
+            or self._is_learning
+            or self.hooks.bypasses_outputs
+            or not reachable
+        ):
+            self.hooks.set_sentinels(forward)
+        self.forwards.returned(forward, reachable=reachable)
+
+    @property
+    def _is_learning(self) -> bool:
+        """How backwards of this model come is not known yet."""
+        return True
+
+    # ----------------------------------------------------------------------------- backward
+
+    def reached_output(self, forward: ForwardPass) -> None:
+        """Backward arrived at an output of forward."""
+        task = current_graph_task()
+        if forward.task == task:
+            return
+        with self.hooks.lock:
+            forward.task = task
+            self.settle_dropped()
+            if self.step is None:
+                self._arm(task, forward)
+            else:
+                forward.spent = True
+                self.step.count += forward.count
+                if forward.sync and self.step.synchronise():
+                    self._prepare()
+
+    def _arm(self, task: int, forward: ForwardPass) -> None:
+        self.hooks.remove_sentinels()
+        phase = Phase.FILLING if forward.sync else Phase.ACCUMULATING
+        others = self.forwards.reached(forward)
+        step = Step(phase, task=task, count=forward.count, keeps_graph=torch.is_grad_enabled())
+        self.step = step
+        recorder.phase(_BACKWARD)
+        self._begin_step(step, is_one_of_several=bool(others))
+        queue_callback(self, step.number)
+        count = forward.count + sum(other.count for other in others)
+        if self.rule.by_samples and (
+            self.window.open or (count == 0 and phase is Phase.ACCUMULATING)
+        ):
+            self.hooks.scale_by(self.window.preview(count))
+        if forward.sync:
+            self._prepare()
+
+    def bypassed_outputs(self, forward: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
+        """Backward arrived at a parameter before it came to an output of forward."""
+        if self.hooks.note_bypass() and not self._is_learning:
+            _logger.warning(
+                "%s: a backward bypassed what forward returned. The one before it may have gone "
+                "unnoticed, and then its gradients were not averaged over ranks; from now on all "
+                "are. Return from forward whatever the loss is made of.",
+                self.label,
+            )
+        self.reached_output(forward)
+        return self.hooks.scaled(gradient)
+
+    def end_of_backward(self, number: int) -> None:
+        """The outermost backward is through."""
+        step = self.step
+        if step is None or step.number != number:
+            return
+        self.hooks.remove_scaling()
+        try:
+            self._finish_step(step)
+        finally:
+            self._end_step(step)
+            if recorder.current == _BACKWARD:
+                recorder.phase(_OTHER)
+
+    def backward_dropped(self, number: int) -> None:
+        """Backward raised, so the engine dropped our callback. The error is out of reach here: it
+        is published where it shows, see `settle_dropped`.
+        """
+        step = self.step
+        if step is not None and step.number == number:
+            self.hooks.remove_scaling()
+            if step.phase is Phase.ACCUMULATING:
+                self.abandon_step()
+            else:
+                step.drop()
+
+    def settle_dropped(self) -> None:
+        """If the last backward raised and the program went on, let that be known now."""
+
+    def abandon_step(self) -> None:
+        """Forget the backward that is running and the samples counted so far."""
+        self.hooks.remove_scaling()
+        step = self.step if self.step is not None else Step(Phase.FILLING)
+        self._end_step(step, abandoned=True)
+
+    def _end_step(self, step: Step, *, abandoned: bool = False) -> None:
+        self.step = None
+        if step.synchronised or abandoned:
+            self.window = SampleWindow()
+
+    # ----------------------------------------------------------------------------- for subclasses
+
+    def bucket_full(self, index: int) -> None:
+        """As many gradients arrived as a bucket has."""
+
+    def copy_in(self, index: int, position: int) -> None:
+        """A large gradient arrived."""
+
+    def _begin_step(self, step: Step, *, is_one_of_several: bool) -> None:
+        """Backward has reached an output of forward."""
+
+    def _prepare(self) -> None:
+        """Gradients of this backward are averaged."""
+
+    def _finish_step(self, step: Step) -> None:
+        raise NotImplementedError
+
+    def _forget_arrivals(self) -> None:
+        """What has arrived so far belongs to no backward."""

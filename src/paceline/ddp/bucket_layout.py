@@ -1,0 +1,123 @@
+"""The plan in force, the buckets made from it, and the plan that will replace it.
+
+The first step runs with one plan and shows the order in which gradients arrive; from that all ranks
+agree on the plan for the rest. Nobody changes buckets while gradients are on their way: the new
+plan is followed before the next forward, on every rank at the same point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paceline.ddp.buckets import Bucket, DenseBucket, InPlaceBucket, SparseBucket
+from paceline.ddp.plan import (
+    UNLIMITED,
+    BucketLimits,
+    BucketPlan,
+    GradientSpec,
+    ManagedParameter,
+    first_plan,
+    plan_buckets,
+    plan_order,
+)
+from paceline.ddp.transport import Transport
+
+__all__ = ["BucketLayout"]
+
+
+class BucketLayout:
+    """Plan and buckets of one reducer."""
+
+    def __init__(
+        self,
+        managed: Sequence[ManagedParameter],
+        transport: Transport,
+        limits: BucketLimits,
+        dtype: torch.dtype | None,
+        *,
+        bucketed_from_start: bool,
+        replans: bool,
+    ) -> None:
+        self._managed, self._transport = managed, transport
+        self._dtype = dtype  # of floating-point averages, if it is not that of the parameters
+        self.limits = limits
+        self.is_learning = True  # no step yet that shows how gradients arrive
+        self.was_replanned = False
+        self.defers_always = False  # buckets of this model are sent at the end of backward
+        self._replans = replans
+        self._next_plan: BucketPlan | None = None
+        start = limits if bucketed_from_start else BucketLimits((UNLIMITED,))
+        self._build(first_plan(self._specs(), start))
+
+    def _specs(self) -> list[GradientSpec]:
+        return [
+            GradientSpec(
+                one.parameter.nbytes,
+                (one.parameter.dtype, one.parameter.device),
+                one.sparse,
+                self._transport.sums_in_place(one.parameter),
+            )
+            for one in self._managed
+        ]
+
+    def _build(self, plan: BucketPlan) -> None:
+        self._transport.forget_buckets()
+        self.buckets: list[Bucket] = [
+            self._bucket(index, members) for index, members in enumerate(plan.buckets)
+        ]
+        # The last bucket waits for the end of backward: with it goes this rank's last word on the
+        # step. And so do those for which ranks wait.
+        at_end = sum(isinstance(bucket, InPlaceBucket) for bucket in self.buckets)
+        self.sent_early = len(self.buckets) - max(at_end, 1)
+        self.frozen = [
+            parameter
+            for bucket in self.buckets
+            for parameter in bucket.parameters
+            if not parameter.requires_grad
+        ]
+
+    def _bucket(self, index: int, members: Sequence[int]) -> Bucket:
+        parameters = [self._managed[member].parameter for member in members]
+        dtype = self._dtype if parameters[0].is_floating_point() else None
+        if self._managed[members[0]].sparse:
+            return SparseBucket(index, members, parameters)
+        if self._transport.sums_in_place(parameters[0]):
+            return InPlaceBucket(index, members[0], parameters[0], dtype)
+        allocate, fill = self._transport.allocate, self._transport.fill_function()
+        return DenseBucket(index, members, parameters, allocate, dtype, fill)
+
+    def defer_always(self) -> None:
+        """Nested backwards: a parameter may get several gradients in one backward."""
+        self.defers_always = True
+
+    def learn(self, arrived: Sequence[int]) -> None:
+        """After the first step: agree on buckets in the order of rank 0's gradients."""
+        self.is_learning = False
+        if len(set(arrived)) < len(arrived):
+            self.defer_always()
+        if not self._replans:
+            return
+        limit = 0 if self.limits.given else self._transport.measure_limit()
+        order = plan_order(arrived, len(self._managed))
+        proposal = torch.tensor([limit, *order], dtype=torch.int64)
+        if self._transport.rank != 0:
+            proposal.zero_()
+        limit, *order = self._transport.all_reduce_small(proposal).tolist()
+        if limit:
+            self.limits = BucketLimits((limit,))
+        self._next_plan = plan_buckets(self._specs(), self.limits, order)
+
+    @property
+    def has_next_plan(self) -> bool:
+        return self._next_plan is not None
+
+    def follow_next_plan(self) -> None:
+        """Change to the plan that `learn` made."""
+        plan, self._next_plan = self._next_plan, None
+        assert plan is not None
+        for bucket in self.buckets:
+            bucket.vacate()
+        self._build(plan)
+        self.was_replanned = True

@@ -1,0 +1,86 @@
+"""A failure on one rank becomes an error on every rank, with the text of the one that failed."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+
+import torch
+
+from paceline.ddp.signals import Signal
+from paceline.errors import StepError
+
+__all__ = ["StepHistory", "failure_text", "step_error"]
+
+_UNKNOWN_ERROR = (
+    "{where} raised an error. The program caught it, so its text is not known here; "
+    "`with model.all_or_none():` around the step publishes it.\n"
+)
+
+
+class StepHistory:
+    """What has become of the steps of one model. It outlives the reducers that take them: a model
+    whose buckets are planned anew inside `all_or_none()` still knows what happened before.
+    """
+
+    __slots__ = (
+        "failures",
+        "last_error",
+        "last_sync_seconds",
+        "steps",
+        "unequal_counts_reported",
+        "used_counts",
+    )
+
+    def __init__(self) -> None:
+        self.steps = 0  # that were averaged
+        self.failures = 0  # steps this rank has reported as failed
+        self.last_error = ""
+        # What the last backward spent on synchronising after its own work was done.
+        self.last_sync_seconds = 0.0
+        # How many ranks used each parameter in the last step. None: all used all.
+        self.used_counts: torch.Tensor | None = None
+        self.unequal_counts_reported = False
+
+    def step_averaged(self) -> None:
+        self.steps += 1
+
+    def step_failed(self) -> None:
+        self.failures += 1
+
+    def note_error(self, text: str) -> None:
+        self.last_error = text
+
+    def note_used(self, counts: torch.Tensor | None) -> None:
+        self.used_counts = counts
+
+    def note_unequal_counts(self) -> bool:
+        """True the first time."""
+        first, self.unequal_counts_reported = not self.unequal_counts_reported, True
+        return first
+
+    def note_sync(self, seconds: float) -> None:
+        self.last_sync_seconds = seconds
+
+
+def failure_text(error: BaseException | None, where: str) -> str:
+    """What the peers get to read: who called, and the error with its traceback."""
+    callers = traceback.format_stack()[:-2]
+    ending = (
+        [_UNKNOWN_ERROR.format(where=where)] if error is None else traceback.format_exception(error)
+    )
+    return "".join(callers + ending)
+
+
+def step_error(rank: int, signals: Sequence[Signal], texts: Sequence[str]) -> StepError:
+    """What this rank raises, given every rank's signal and text."""
+    failed = [peer for peer, signal in enumerate(signals) if signal.failed]
+    if rank in failed:
+        return StepError(texts[rank], rank=rank, traceback=texts[rank])
+    errors = "\n".join(f"rank {peer}:\n{texts[peer].rstrip()}" for peer in failed)
+    return StepError(
+        f"rank {failed[0]} failed in this step, so no rank applies it (this is rank {rank}). "
+        f"Its error:\n{errors}",
+        rank=failed[0],
+        traceback=texts[failed[0]],
+    )

@@ -1,0 +1,153 @@
+"""Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the
+sum, as torch's class does it.
+
+Signals travel as a sum in which every rank fills its own row. Waits look around while they last: a
+peer that failed has published why, and that is raised instead of a lost connection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from paceline._torch_internals import Work
+from paceline.backend import PacelineGroup
+from paceline.backend.store_failure_channel import failure_channel_of
+from paceline.ddp.bucket_telemetry import BucketTelemetry
+from paceline.ddp.buckets import Bucket
+from paceline.ddp.buckets.base import Waitable
+from paceline.ddp.group_calls import all_reduce
+from paceline.ddp.signals import SIGNAL_WIDTH, Signal
+from paceline.ddp.transport import Transport
+from paceline.errors import PacelineError, PeerLost
+
+__all__ = ["GroupTransport"]
+
+# After this long a rank that waits looks whether a peer has published why it does not come.
+_SLICE = timedelta(seconds=0.5)
+# The connection to a rank that fails may end before that rank has published why.
+_PATIENCE_S = 0.5
+
+
+class GroupTransport(Transport):
+    """See the module."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        super().__init__(group)
+        self._device = device  # signals travel in host memory wherever the group can do that
+        self._posted: _Table | list[Signal] = []
+        self._closing: _Table | None = None
+        self._weight = 1.0
+        self._in_flight: list[tuple[Waitable, Bucket]] = []
+        self._failure_channel = failure_channel_of(group)
+        # Our own group looks after its ranks itself; a wait for an accelerator's call is none of
+        # the host's.
+        self._looks_around = device.type == "cpu" and not isinstance(group, PacelineGroup)
+
+    def _post(self, signal: Signal, single_bucket: bool) -> None:
+        del single_bucket
+        self._posted = self._send(signal)
+
+    def _signals(self) -> list[Signal]:
+        if isinstance(self._posted, _Table):
+            self._wait(self._posted.work)
+            self._posted = self._posted.read()
+        return self._posted
+
+    def _set_weights(self, weights: Sequence[float]) -> None:
+        self._weight = weights[self.rank]
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.scale(self._weight)
+        self._in_flight.append((bucket.all_reduce(self.group), bucket))
+
+    def _close(self, signal: Signal) -> None:
+        self._closing = self._send(signal)
+
+    def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]:
+        in_flight, self._in_flight = self._in_flight, []
+        closing, self._closing = self._closing, None
+        for work, bucket in in_flight:
+            if telemetry is not None:
+                telemetry.waiting_for(bucket.index)
+            self._wait(work)
+            bucket.received()
+            if telemetry is not None:
+                telemetry.averaged(bucket.index)
+        if closing is None:
+            return self._signals()
+        self._wait(closing.work)
+        return closing.read()
+
+    def _abandon(self) -> None:
+        self._in_flight, self._closing = [], None
+
+    def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
+        moved = numbers.to(self._device)
+        self._wait(all_reduce(self.group, moved))
+        return moved.cpu()
+
+    def _wait(self, work: Waitable) -> None:
+        """Wait for a call; if a peer has failed meanwhile, raise what it published."""
+        sliced = work if self._looks_around and isinstance(work, Work) else None
+        try:
+            while True:
+                try:
+                    work.wait() if sliced is None else sliced.wait(_SLICE)
+                    return
+                except RuntimeError:
+                    if sliced is None or sliced.is_completed():
+                        raise
+                if self._failure_channel is not None and (
+                    lost := self._failure_channel.lost_peer()
+                ):
+                    raise lost
+        except RuntimeError as error:
+            if self._failure_channel is None or (
+                isinstance(error, PacelineError) and not _is_unexplained(error)
+            ):
+                raise
+            lost = self._failure_channel.lost_peer(_PATIENCE_S)
+            if lost is None and not isinstance(error, PacelineError) and _is_lost_connection(error):
+                lost = PeerLost(
+                    f"a peer ended, or its connection was lost, while rank {self.rank} waited for "
+                    "it; it published no error. See the peer's own output; if it exited with "
+                    "status 0 it had fewer steps than this rank: a rank that runs out of data "
+                    f"calls no_more_data(). {type(error).__name__}: {error}"
+                )
+            if lost is None:
+                raise
+            raise lost from error
+
+    def _send(self, signal: Signal) -> _Table:
+        table = torch.zeros(self.world, SIGNAL_WIDTH, dtype=torch.float64)
+        table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
+        table = table.to(self._device)
+        return _Table(table, all_reduce(self.group, table))
+
+
+class _Table:
+    """All ranks' signals, on their way."""
+
+    def __init__(self, rows: torch.Tensor, work: Waitable) -> None:
+        self._rows, self.work = rows, work
+
+    def read(self) -> list[Signal]:
+        rows: Sequence[Sequence[float]] = self._rows.tolist()
+        return [Signal.unpack(row) for row in rows]
+
+
+def _is_unexplained(error: PacelineError) -> bool:
+    return isinstance(error, PeerLost) and not error.traceback
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """In Gloo's words; others have a type for it."""
+    message = str(error)
+    return any(
+        phrase in message
+        for phrase in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    )

@@ -1,0 +1,113 @@
+"""One backward, from the moment it reaches an output of forward until its averages are given out.
+
+    (none) --begin--> ACCUMULATING                        inside no_sync(): gradients only gather
+                `---> FILLING --first bucket--> EXCHANGING    buckets are sent in plan order
+    any --the engine drops its callback--> DROPPED        backward raised; peers do not know yet
+    any --end of backward, or a failure that all ranks know of--> (none)
+
+The reducer makes a `Step` when backward arms and drops it at the end: there is nothing to reset.
+What outlives a step is elsewhere: samples and used parameters of backwards that only accumulated in
+`SampleWindow`, counters in `StepHistory`, what is known of the model in the plan.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+
+from paceline.ddp.weighting import Contribution, SampleWindow
+
+__all__ = ["ForwardPass", "Phase", "Step"]
+
+_numbers = itertools.count(1)
+
+
+class Phase(enum.Enum):
+    """How far a backward has come."""
+
+    ACCUMULATING = "accumulating"
+    FILLING = "filling"
+    EXCHANGING = "exchanging"
+    DROPPED = "dropped"
+
+
+class ForwardPass:
+    """One call of forward: how many samples it saw and whether its backward synchronises."""
+
+    __slots__ = ("__weakref__", "count", "spent", "sync", "task")
+
+    def __init__(self, count: float, sync: bool) -> None:
+        self.count = count
+        self.sync = sync
+        self.task = -1  # the graph task in which backward last reached it
+        self.spent = False
+
+
+class Step:
+    """The state of one backward."""
+
+    __slots__ = (
+        "_counted",
+        "count",
+        "cursor",
+        "defers_to_end",
+        "failure_text",
+        "keeps_graph",
+        "number",
+        "phase",
+        "ready",
+        "silent",
+        "synchronised",
+        "task",
+        "used_count",
+        "weight",
+    )
+
+    def __init__(
+        self, phase: Phase, *, task: int = -1, count: float = 0.0, keeps_graph: bool = False
+    ) -> None:
+        self.number = next(_numbers)  # by which the end-of-backward callback knows its step
+        self.phase = phase
+        self.synchronised = phase is not Phase.ACCUMULATING
+        self.task = task  # the outermost graph task
+        self.count = count  # samples of the forwards this backward has reached
+        self.keeps_graph = keeps_graph  # backward(create_graph=True): gradients have a history
+        self.defers_to_end = False  # no bucket is sent before the end of backward
+        self.cursor = 0  # buckets before this one have been sent
+        self.ready: set[int] = set()  # buckets that are full and wait for those before them
+        self.silent: set[int] = set()  # parameters that were reached, but got no gradient
+        self.used_count = 0  # parameters that got a gradient, in the buckets sent so far
+        self.weight = 0.0  # of this rank's gradients in the sum
+        self.failure_text: str | None = None
+        self._counted = False
+
+    @property
+    def failed(self) -> bool:
+        return self.failure_text is not None
+
+    @property
+    def is_filling(self) -> bool:
+        """Gradients of this backward go into buckets that are sent."""
+        return self.phase is Phase.FILLING or self.phase is Phase.EXCHANGING
+
+    def has_sealed(self, index: int) -> bool:
+        """A gradient for this bucket comes too late."""
+        return index < self.cursor or index in self.ready
+
+    def drop(self) -> None:
+        """Backward raised."""
+        self.phase = Phase.DROPPED
+
+    def synchronise(self) -> bool:
+        """A forward outside no_sync() takes part as well; true if that changes something."""
+        if self.phase is not Phase.ACCUMULATING:
+            return False
+        self.phase, self.synchronised = Phase.FILLING, True
+        return True
+
+    def count_samples(self, window: SampleWindow) -> Contribution:
+        """Enter this backward's samples, once; returns what this rank brings."""
+        if not self._counted:
+            self._counted = True
+            window.add(self.count)
+        return window.contribution()
