@@ -27,10 +27,10 @@ HERE = pathlib.Path(__file__).parent
 LIBRARY = "libpaceline_core.so"
 SOURCES = sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc").glob("*.c"))
 HEADERS = sorted(str(p.relative_to(HERE)) for p in (HERE / "csrc").glob("**/*.h"))
-# -ffp-contract=off: a fused multiply-add on one machine and none on another would give different bits.
+# -ffp-contract=off: a fused multiply-add on one machine and none on another would give other bits.
 CFLAGS = [
-    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
-    "-fwrapv",
+    "-std=gnu11", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno",
+    "-fno-trapping-math", "-fwrapv",
     "-Wall", "-Wextra", "-Icsrc/include",
 ]  # fmt: skip
 LDFLAGS = ["-shared", "-pthread", "-lm"]

@@ -243,7 +243,8 @@ print(*model.worker_pids, flush=True)
         ("os.kill(os.getpid(), 9)", -9),
         ("model.module.forward = None; model.close(); print('closed')", 0),
         (
-            "__import__('threading').Thread(target=lambda: os.kill(os.getpid(), 2)).start(); time.sleep(30)",
+            "interrupt = __import__('threading').Thread(target=lambda: os.kill(os.getpid(), 2))\n"
+            "interrupt.start(); time.sleep(30)",
             None,
         ),
     ],

@@ -73,7 +73,8 @@ def nothing_trains(rank):
 
 
 CASES = {
-    nothing_trains: "head.weight: rank 0 (4, 3) float32, rank 1 (4, 3) float32, requires_grad=False",
+    nothing_trains: "head.weight: rank 0 (4, 3) float32, "
+    "rank 1 (4, 3) float32, requires_grad=False",
     shape: "head.weight: rank 0 (4, 3) float32, rank 1 (5, 3) float32",
     count: "c.weight: rank 0 missing, rank 1 (3, 3) float32",
     order: "registered in another order, first at position 2: rank 0 a.weight, rank 1 b.weight",

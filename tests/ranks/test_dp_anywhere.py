@@ -26,7 +26,9 @@ from paceline.dp.autotune import Autotune
 from paceline.errors import ConfigError
 
 CELLS = [
-    "import torch, paceline\nfrom torch import nn\n_ = torch.randn(300, 300) @ torch.randn(300, 300)",
+    "import torch, paceline\n"
+    "from torch import nn\n"
+    "_ = torch.randn(300, 300) @ torch.randn(300, 300)",
     "class Net(nn.Module):\n"
     "    def __init__(self):\n"
     "        super().__init__()\n"

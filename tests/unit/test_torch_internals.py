@@ -121,6 +121,8 @@ def test_backward_without_checks_accumulates():
     )
     assert x.grad is not None
     assert x.grad.tolist() == [3.0, 3.0]
+
+
 def test_registered_backends_can_be_looked_up():
     import paceline  # noqa: F401 - registers its backend
 
