@@ -37,7 +37,7 @@ def stand_still():
 
 
 @pytest.mark.parametrize("fault", [be_late, stand_still], ids=lambda fault: fault.__name__)
-def test_a_time_out_names_the_missing_rank_and_says_that_it_lives(fault):
+def test_a_timeout_names_the_missing_rank_and_that_it_is_alive(fault):
     outcomes = strike(3, 1, fault, scenes.all_reduce, timeout=timedelta(seconds=1))
     assert outcomes[1].error is None, outcomes[1].error
     for report in survivors(outcomes, 1).values():

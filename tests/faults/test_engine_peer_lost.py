@@ -103,7 +103,7 @@ def test_death_while_a_bucket_waits():
     assert_lost(survivors(run_ranks(3, body, check=False), 2), 2, -signal.SIGKILL)
 
 
-def test_a_peer_that_destroys_the_group_early_is_told_apart_from_one_that_died():
+def test_a_peer_that_destroys_the_group_early_is_distinguished_from_one_that_died():
     def leave():
         import torch.distributed as dist
 

@@ -104,7 +104,7 @@ def test_sums_are_the_same_bits_on_every_rank_and_in_every_run():
     assert len(found) == 1
 
 
-def test_a_mismatch_is_told_to_all_hosts():
+def test_a_mismatch_is_raised_on_all_hosts():
     def check(rank, world, hosts):
         import pytest
         import torch
