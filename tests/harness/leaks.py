@@ -48,11 +48,17 @@ def leaks(before: dict[str, set[str]]) -> list[str]:
         found &= _new_since(before)
     ours = {item for item in found if not _belongs_to_another_program(item)}
     # Once more: its owner may have ended after the last look and before the question whose it is.
-    return sorted(ours & _new_since(before)) if ours else []
+    return sorted(map(_described, ours & _new_since(before))) if ours else []
 
 
 def _new_since(before: dict[str, set[str]]) -> set[str]:
     return {f"{kind}: {item}" for kind, now in snapshot().items() for item in now - before[kind]}
+
+
+def _described(item: str) -> str:
+    """A process with its command line, which may still have changed between two looks."""
+    kind, _, pid = item.partition(": ")
+    return f"{item} {_command(pid) or '(zombie)'}" if kind == "child process" else item
 
 
 def _belongs_to_another_program(item: str) -> bool:
@@ -100,25 +106,20 @@ def _tolerated(name: str) -> bool:
 
 def _children() -> set[str]:
     """Children of this process, zombies included, but for multiprocessing's own two servants."""
-    found = set()
+    pids: set[str] = set()
     for task in pathlib.Path("/proc/self/task").iterdir():
-        try:
-            pids = (task / "children").read_text().split()
-        except OSError:  # a thread that has just ended
-            continue
-        for pid in pids:
-            try:
-                command = (
-                    pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-                )
-            except OSError:
-                continue
-            if (
-                "multiprocessing.forkserver" not in command
-                and "multiprocessing.resource_tracker" not in command
-            ):
-                found.add(f"{pid} {command.strip() or '(zombie)'}")
-    return found
+        with contextlib.suppress(OSError):  # a thread that has just ended
+            pids.update((task / "children").read_text().split())
+    servants = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    return {pid for pid in pids if not any(name in _command(pid) for name in servants)}
+
+
+def _command(pid: str) -> str:
+    """The command line of a process; empty for one that has ended."""
+    with contextlib.suppress(OSError):
+        content = pathlib.Path(f"/proc/{pid}/cmdline").read_bytes()
+        return content.replace(b"\0", b" ").decode(errors="replace").strip()
+    return ""
 
 
 def _shared_memory() -> set[str]:
