@@ -234,8 +234,8 @@ PLC_API void plc_flag_raise(void *flag); /* adds one */
 /* Wait until the flag was raised `target` times (modulo 2^32). PLC_PEER_LOST if the process behind pidfd ended first,
  * PLC_PENDING after timeout_ns: wait again. */
 PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_ns, int64_t timeout_ns);
-/* A message in one call: copy arrays as plc_copy_pieces does, write the first two words of a notice, raise the flag.
- * Whoever waited for the flag sees all of it. */
+/* A message in one call: copy arrays as plc_copy_pieces does, write the first two words of a
+ * notice, raise the flag. Whoever waited for the flag sees all of it. */
 PLC_API void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second, uint32_t pieces,
                            const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
 /* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then counts itself in; whoever

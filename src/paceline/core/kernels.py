@@ -11,19 +11,20 @@ __all__ = ["add_pieces", "copy_pieces"]
 
 
 def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None:
-    """Copy to each address of `to` as many bytes from the address in `sources`. All are arrays of
-    type "Q".
+    """Copy to each address of `to` as many bytes from the address in `sources`.
+
+    All are arrays of type "Q".
     """
-    abi.library().plc_copy_pieces(
-        len(to), *(each.buffer_info()[0] for each in (to, sources, nbytes))
-    )
+    addresses = [addresses.buffer_info()[0] for addresses in (to, sources, nbytes)]
+    abi.library().plc_copy_pieces(len(to), *addresses)
 
 
 def add_pieces(
     to: array[int], owners: int, others: array[int], counts: array[int], dtypes: array[int]
 ) -> None:
-    """Add to the elements at each address of `to` those of other owners, in their order and rounded
-    once.
+    """Add to the elements at each address of `to` those of other owners.
+
+    The sum is taken in the order of the owners and rounded once.
 
     `others` has an address for each of `to`, first those of the first owner; `dtypes` are of type
     "I".

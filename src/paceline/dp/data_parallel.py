@@ -51,7 +51,7 @@ class DataParallel(nn.Module):
     batches show that it pays); with accelerators, one thread drives each of `device_ids`.
 
     `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
-    `(object, [(start, stop), ...]) -> parts`. `scalars` says how losses that `forward` returns are
+    `(object, [(start, stop), ...]) -> parts`. `scalars` is how losses that `forward` returns are
     combined: "mean" (by samples, so that it is the mean over the batch), "sum" or "stack".
     `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
     of each replica's share. `timeout` in seconds is how long to wait for a worker that lives but

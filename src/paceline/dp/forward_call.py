@@ -6,8 +6,8 @@
 
 A call is made for each forward. The user's autograd graph refers to it; while it is READY (or its
 backward was asked to retain the graph) the workers keep their part of the graph under the call's
-number. When the user's graph goes, the call goes, and the workers are told to release theirs with
-the next order.
+number. When the user's graph goes, the call goes, and the next order asks the workers to
+release theirs.
 
 Who waits for whom: workers wait for orders and never for each other. The main process sends the
 shares, runs share 0 itself, and only then waits for the workers' outputs. In the same way backward

@@ -42,7 +42,7 @@ class ModuleSnapshot:
     What a forward itself changes in the module, other than numbers, it changes in every replica
     (`accept_forward_changes`). After some forwards that changed nothing this is not looked at any
     more; should a later one change something all the same, workers are started anew once, as for
-    the user's changes, and the next snapshot is told that `forward_mutates`.
+    the user's changes, and the next snapshot is made with `forward_mutates`.
     """
 
     def __init__(self, module: nn.Module, forward_mutates: bool = False) -> None:

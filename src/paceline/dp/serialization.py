@@ -113,10 +113,10 @@ class _Pickler(pickle.Pickler):
 def _is_importable(value: type | types.FunctionType) -> bool:
     if value.__module__ == "__main__":
         return False  # can be found by name in this process, but may be redefined in the other
-    found: Any = sys.modules.get(value.__module__)
+    candidate: Any = sys.modules.get(value.__module__)
     for part in value.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return found is value
+        candidate = getattr(candidate, part, None)
+    return candidate is value
 
 
 def _find(reference: _Reference) -> Any:

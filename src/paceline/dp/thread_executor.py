@@ -153,7 +153,7 @@ class ThreadExecutor:
         shares: Sequence[tuple[Any, Any]],
         streams: Sequence[torch.Stream],
     ) -> list[Any]:
-        modes = _Modes(streams[0].device.type)
+        modes = _CallerModes(streams[0].device.type)
         seed = (
             int(torch.randint(2**62, (), dtype=torch.int64))
             if self._module.training and len(streams) > 1
@@ -171,9 +171,8 @@ class ThreadExecutor:
         try:
             outputs = [_run(modules[0], shares[0], streams[0], None, None)]
         finally:
-            failures = [
-                other.exception() for other in others
-            ]  # waits for them: none may run on behind an exception
+            # Waits for them: none may run on behind an exception.
+            failures = [other.exception() for other in others]
         for replica, failure in enumerate(failures, 1):
             if failure is not None:
                 failure.add_note(
@@ -216,10 +215,10 @@ class ThreadExecutor:
 
 
 class BroadcastParameters(torch.autograd.Function):
-    """Parameters in, their copies on all devices out; backward sums what comes back, in the order
-    of the devices.
+    """Parameters in, their copies on all devices out.
 
-    As in torch's class, a parameter that backward does not reach gets a gradient of zeros.
+    Backward sums the copies' gradients in the order of the devices. As in torch's class, a
+    parameter that backward does not reach gets a gradient of zeros.
     """
 
     @staticmethod
@@ -290,8 +289,9 @@ class _DeviceCopies:
         self._possibly_changed: set[int] = set()
 
     def mark_possibly_changed(self, identity: int) -> None:
-        """This parameter has a new gradient: it may change in ways that leave no trace
-        (`parameter.data.sub_(...)`).
+        """This parameter has a new gradient.
+
+        It may change in ways that leave no trace (`parameter.data.sub_(...)`).
         """
         self._possibly_changed.add(identity)
 
@@ -310,9 +310,8 @@ class _DeviceCopies:
             with torch.no_grad(), stream:
                 for parameter in stale:
                     self._copy(parameter)
-            home.wait_stream(
-                stream
-            )  # an optimizer step may not overwrite what is still being copied
+            # An optimizer step must not overwrite what is still being copied.
+            home.wait_stream(stream)
         known = {id(parameter): self._copies[id(parameter)] for parameter in parameters}
         self._copies = known  # of parameters that are gone, nothing is kept
         self._possibly_changed.clear()
@@ -352,8 +351,9 @@ def _replica(
     stream: torch.Stream,
     home: torch.Stream,
 ) -> nn.Module:
-    """A shallow copy of the module around other parameters; attributes, hooks and modes are those
-    of this moment.
+    """A shallow copy of the module around other parameters.
+
+    Attributes, hooks and modes are those of this moment.
     """
     parts = list(module.modules())
     copies = {id(part): part._replicate_for_data_parallel() for part in parts}
@@ -406,7 +406,7 @@ def _transfer(share: Any, device: torch.device, side: torch.Stream, stream: torc
     return transferred
 
 
-class _Modes:
+class _CallerModes:
     """Settings of the calling thread that hold in the device threads too."""
 
     def __init__(self, device_type: str) -> None:
@@ -429,7 +429,7 @@ def _run(
     module: nn.Module,
     share: tuple[Any, Any],
     stream: torch.Stream,
-    modes: _Modes | None,
+    modes: _CallerModes | None,
     seed: int | None,
 ) -> Any:
     args, kwargs = share
