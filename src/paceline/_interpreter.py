@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any
 
 __all__ = [
+    "NotifiesOnDrop",
     "REFERENCES_OF_ARGUMENT",
     "find_caller",
     "freeze_garbage",
@@ -52,6 +53,27 @@ def find_caller(function_name: str) -> FrameType | None:
     while frame is not None and frame.f_code.co_name != function_name:
         frame = frame.f_back
     return frame
+
+
+# ------------------------------------------------------------------ finalizers
+
+
+class NotifiesOnDrop:
+    """`on_drop()` runs when nobody refers to the object any more (docs: object.__del__).
+
+    For what only the end of an object tells: autograd drops its callback uncalled when a backward
+    raises; a user drops the result of an asynchronous call that must run all the same. CPython runs
+    it at once, in whichever thread drops the last reference, and not at all for objects that are
+    alive when the interpreter ends: nothing may depend on it that outlives the process.
+    """
+
+    __slots__ = ()
+
+    def on_drop(self) -> None:
+        raise NotImplementedError
+
+    def __del__(self) -> None:
+        self.on_drop()
 
 
 # ---------------------------------------------------------- garbage collection

@@ -41,6 +41,7 @@ from torch._C._distributed_c10d import Backend as _Backend
 __all__ = [
     "AllgatherOptions",
     "BackendOptions",
+    "BatchNormBase",
     "BuiltinCommHookType",
     "GradBucket",
     "HashStore",
@@ -250,6 +251,10 @@ def move_inputs(
 
 
 # ---------------------------------------------------------------- DataParallel
+
+# What all batch normalisations have in common; torch's SyncBatchNorm and ours included. The public
+# classes have no common public base (torch/nn/modules/batchnorm.py).
+BatchNormBase = torch.nn.modules.batchnorm._NormBase
 
 # References to a tensor from C++, beside the one its Python object holds: together with Python's
 # own count they show whether anybody else has the tensor. torch/csrc/autograd/python_variable.cpp.

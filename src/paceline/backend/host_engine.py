@@ -11,6 +11,7 @@ from datetime import timedelta
 
 import torch
 
+from paceline._interpreter import NotifiesOnDrop
 from paceline.backend.engine import Reduction, Ticket
 from paceline.core import BucketArena, Communicator
 from paceline.core.abi import ANY_SOURCE, Kind, Message, Request
@@ -30,7 +31,7 @@ def address_of(tensor: torch.Tensor) -> int | None:
     return tensor.data_ptr() or None
 
 
-class _RequestTicket:
+class _RequestTicket(NotifiesOnDrop):
     """A collective in progress. `keep` holds the tensors and arrays that the core points to."""
 
     source = ANY_SOURCE
@@ -44,7 +45,7 @@ class _RequestTicket:
     def done(self) -> bool:
         return bool(self._request.finished)
 
-    def __del__(self) -> None:
+    def on_drop(self) -> None:
         # A dropped asynchronous call still has to run: the peers count on it, and the core writes
         # to this memory.
         if not self._request.finished and self._comm.is_open:
@@ -63,7 +64,7 @@ def _keep_until_finished(call: Request | Message, keep: object) -> None:
             _unawaited.pop(key, None)
 
 
-class _MessageTicket:
+class _MessageTicket(NotifiesOnDrop):
     """A message in progress."""
 
     def __init__(self, comm: Communicator, message: Message, keep: object) -> None:
@@ -79,7 +80,7 @@ class _MessageTicket:
     def source(self) -> int:
         return int(self._message.source)
 
-    def __del__(self) -> None:
+    def on_drop(self) -> None:
         if not self._message.finished and self._comm.is_open:
             _keep_until_finished(self._message, self._keep)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from paceline._interpreter import NotifiesOnDrop
 from paceline._torch_internals import Work
 from paceline.backend.engine import Ticket
 from paceline.errors import CollectiveTimeout
@@ -59,7 +60,7 @@ class DoneWork(Work):
         return future
 
 
-class PendingWork(Work):
+class PendingWork(NotifiesOnDrop, Work):
     """A call in progress. `finish` runs once, when it has succeeded, for example to copy a result
     back.
     """
@@ -120,7 +121,7 @@ class PendingWork(Work):
             self._completer.watch(self)
         return self._future
 
-    def __del__(self) -> None:
+    def on_drop(self) -> None:
         # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without
         # its Python half it would wait for ever. So the object lives on for a while; large tensors
         # do not.

@@ -25,6 +25,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from paceline._interpreter import NotifiesOnDrop
 from paceline._torch_internals import current_graph_task, queue_end_of_backward
 from paceline.ddp.buckets import Bucket, InPlaceBucket
 from paceline.ddp.plan import ManagedParameter
@@ -221,7 +222,7 @@ class _Scaling(NamedTuple):
     handles: list[RemovableHandle]
 
 
-class _EndOfBackward:
+class _EndOfBackward(NotifiesOnDrop):
     """Queued in the autograd engine. If backward raises, the engine drops it uncalled: that is how
     we learn of it. The error itself is on its way through C++ then, out of reach.
     """
@@ -239,7 +240,7 @@ class _EndOfBackward:
         if listener is not None:
             listener.end_of_backward(self._number)
 
-    def __del__(self) -> None:
+    def on_drop(self) -> None:
         listener = None if self._called else self._listener()
         if listener is not None:
             listener.backward_dropped(self._number)

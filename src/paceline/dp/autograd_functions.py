@@ -183,7 +183,8 @@ def _references_of_fresh_gradient() -> int:
     It depends on the version of torch, so it is measured.
     """
     with torch.enable_grad():
-        _Probe.apply(torch.zeros(1, requires_grad=True))[0].sum().mul(2).backward()  # type: ignore[no-untyped-call]  # torch's
+        outputs = _Probe.apply(torch.zeros(1, requires_grad=True))  # type: ignore[no-untyped-call]
+        outputs[0].sum().mul(2).backward()
     return _Probe.references
 
 

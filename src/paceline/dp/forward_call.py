@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from paceline._interpreter import NotifiesOnDrop
 from paceline._pytree import Spec, flatten, unflatten
 from paceline._torch_internals import keeps_graph, queue_end_of_backward
 from paceline.dp import serialization
@@ -63,7 +64,7 @@ class CallState(enum.Enum):
     FAILED = "a replica failed or was lost"
 
 
-class ForwardCall:
+class ForwardCall(NotifiesOnDrop):
     """One forward on several replicas, and its backward. See the module's docstring."""
 
     def __init__(
@@ -83,7 +84,7 @@ class ForwardCall:
         self._worker_outputs: list[list[torch.Tensor]] = []
         self._worker_gradients: list[WorkerGradients] = []
 
-    def __del__(self) -> None:
+    def on_drop(self) -> None:
         if self._workers_keep_graphs:
             self._release_graphs()
 
@@ -120,9 +121,9 @@ class ForwardCall:
         self._plan_outputs(spec, leaves, tensors, self._receive_all())
         self._state = CallState.READY if with_gradients else CallState.DONE
         if self._proxies is not None and any(plan.requires_grad for plan in self._plans):
-            gathered: Sequence[torch.Tensor] = GatherOutputs.apply(  # type: ignore[no-untyped-call]  # torch's
-                self, self._proxies.anchor, *tensors
-            )
+            anchor = self._proxies.anchor
+            gathered: Sequence[torch.Tensor]
+            gathered = GatherOutputs.apply(self, anchor, *tensors)  # type: ignore[no-untyped-call]
         else:
             gathered = self.gather_outputs(tensors)
         self._worker_outputs = []
@@ -216,7 +217,7 @@ class ForwardCall:
     def _run_module(self, with_gradients: bool) -> Any:
         split, replica_set = self._split, self._replica_set
         shares = [
-            ScatterInput.apply(self, index, leaf)  # type: ignore[no-untyped-call]  # torch's
+            ScatterInput.apply(self, index, leaf)  # type: ignore[no-untyped-call]
             if index in self._wanted_inputs
             else split.share(index, 0)
             for index, leaf in enumerate(split.leaves)

@@ -129,8 +129,8 @@ class GlobalBatchNorm(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _sum(self, vector: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _Sum.apply(vector, self._sum_over_replicas)  # type: ignore[no-untyped-call]  # torch's
-        return total
+        apply: Callable[..., torch.Tensor] = _Sum.apply
+        return apply(vector, self._sum_over_replicas)
 
     def _batch_norm(
         self,

@@ -20,7 +20,7 @@ import mmap
 import operator
 import weakref
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, cast
 
 import torch
@@ -128,9 +128,8 @@ class GradientCapture:
         parameters = [slots[index].parameter for index in indices]
         capture = cls(parameters, GradientViews(region, indices), [], [])
         root = torch.empty(0, requires_grad=True)
-        proxies = iter(
-            CaptureGradients.apply(capture.captured, parameters, root) if indices else ()  # type: ignore[no-untyped-call]  # torch's
-        )
+        apply: Callable[..., tuple[torch.Tensor, ...]] = CaptureGradients.apply
+        proxies = iter(apply(capture.captured, parameters, root) if indices else ())
         for parameter in parameters:
             earlier_hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
             if earlier_hooks:

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
-from paceline._torch_internals import version_of
+from paceline._torch_internals import BatchNormBase, version_of
 
 __all__ = ["BufferPlace", "ModuleBuffers"]
 
@@ -71,7 +70,7 @@ class ModuleBuffers:
 def _may_change_uncounted(owner: nn.Module, buffer: torch.Tensor) -> bool:
     """Kernels of batch normalisation write running statistics without raising the version."""
     return buffer.is_floating_point() and (
-        isinstance(owner, _NormBase) or buffer.numel() <= _SMALL_BUFFER
+        isinstance(owner, BatchNormBase) or buffer.numel() <= _SMALL_BUFFER
     )
 
 

@@ -88,7 +88,8 @@ class ParameterProxies:
         self.accumulator = GradientAccumulator(self.views)
         with torch.inference_mode(False), torch.enable_grad():
             tensors = [slot.parameter for slot in self.slots]
-            *proxies, self.anchor = ReplicaParameters.apply(self.accumulator, *tensors)  # type: ignore[no-untyped-call]  # torch's
+            outputs = ReplicaParameters.apply(self.accumulator, *tensors)  # type: ignore[no-untyped-call]
+            *proxies, self.anchor = outputs
         self.in_module = SubstitutedParameters(self.slots, proxies)
 
 

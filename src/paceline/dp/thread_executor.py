@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -115,7 +115,8 @@ class ThreadExecutor:
             for device_copies, stream in zip(self._replicas, streams, strict=False)
         ]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
-            flat = BroadcastParameters.apply(copies, list(streams), self._replicas, *parameters)  # type: ignore[no-untyped-call]  # torch's
+            apply: Callable[..., tuple[torch.Tensor, ...]] = BroadcastParameters.apply
+            flat = apply(copies, list(streams), self._replicas, *parameters)
             copies = [
                 list(flat[i : i + len(parameters)])
                 for i in range(0, len(flat), max(1, len(parameters)))

@@ -16,18 +16,19 @@ import itertools
 from array import array
 from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter, is_
-from sys import getrefcount
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from paceline._interpreter import reference_count
+from paceline._torch_internals import foreach_copy_, storage_users
 from paceline.ddp.buckets.base import Bucket, Fill, Waitable, gradient_of
 from paceline.ddp.group_calls import all_reduce
 
-__all__ = ["DenseBucket", "storage_references", "strides_of"]
+__all__ = ["DenseBucket", "strides_of"]
 
-# getrefcount of a view that nobody else holds: the list of views, and the call's argument.
+# The count for a view that nobody else holds: the list of views, and the call's argument.
 _OWN_REFERENCES = 2
 # And two more inside a loop over (parameter, view) pairs.
 _REFERENCES_IN_LOOP = 4
@@ -84,7 +85,7 @@ class DenseBucket(Bucket):
         return self._flat
 
     def prepare(self) -> None:
-        if self._flat is None or storage_references(self._flat) > self._references:
+        if self._flat is None or storage_users(self._flat) > self._references:
             # The second case: a caller holds a slice of last step's gradients. Leave it that
             # memory, take other.
             memory = self._allocate(self.nbytes, self.device)
@@ -92,7 +93,7 @@ class DenseBucket(Bucket):
                 self._lay_out(memory)
             del memory  # it would count as a reference
             assert self._flat is not None
-            self._references = storage_references(self._flat)
+            self._references = storage_users(self._flat)
 
     def _lay_out(self, memory: torch.Tensor) -> None:
         self._flat = torch.empty(0, dtype=self.dtype, device=self.device).set_(
@@ -134,7 +135,7 @@ class DenseBucket(Bucket):
         """The place of a gradient that is about to be overwritten. If a caller kept last step's, it
         gets a copy.
         """
-        if getrefcount(self.views[position]) > _OWN_REFERENCES:
+        if reference_count(self.views[position]) > _OWN_REFERENCES:
             kept = self.views[position]
             copy = kept.clone()
             kept.set_(copy.untyped_storage(), 0, copy.shape, copy.stride())
@@ -171,7 +172,7 @@ class DenseBucket(Bucket):
             return False
         # Nobody but this list, and the gradients that lie here already, refers to a place.
         placed = sum(map(is_, gradients, views))
-        if sum(map(getrefcount, views)) != _OWN_REFERENCES * (self.size + placed):
+        if sum(map(reference_count, views)) != _OWN_REFERENCES * (self.size + placed):
             return False
         if not all(map(_is_contiguous, gradients)) or {*map(_dtype_of, gradients)} != {self.dtype}:
             return False
@@ -197,7 +198,7 @@ class DenseBucket(Bucket):
             if (
                 gradient is None
                 or gradient.requires_grad
-                or getrefcount(view) > _REFERENCES_IN_LOOP
+                or reference_count(view) > _REFERENCES_IN_LOOP
             ):
                 return False
             targets.append(view)
@@ -228,7 +229,7 @@ class DenseBucket(Bucket):
             return
         if any(source.is_sparse for source in sources):
             sources = [source.to_dense() if source.is_sparse else source for source in sources]
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
     def _keep(self, positions: Iterable[int]) -> None:
         """Remember gradients that live in the bucket and belong to parameters this backward did not
@@ -294,11 +295,6 @@ class DenseBucket(Bucket):
     def _offset(self, position: int) -> int:
         assert self._flat is not None
         return int(self._flat.storage_offset()) + self.offsets[position]
-
-
-def storage_references(tensor: torch.Tensor) -> int:
-    count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return count
 
 
 def strides_of(parameter: torch.Tensor) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ from collections.abc import Collection
 
 import torch
 
-from paceline.ddp.buckets.dense import DenseBucket, storage_references, strides_of
+from paceline._torch_internals import storage_users
+from paceline.ddp.buckets.dense import DenseBucket, strides_of
 
 __all__ = ["InPlaceBucket"]
 
@@ -64,7 +65,7 @@ class InPlaceBucket(DenseBucket):
                 gradient.stride() == self._strides
                 or (gradient.is_contiguous() and self.parameters[0].is_contiguous())
             )
-            and storage_references(gradient) <= _OWN_STORAGE_REFERENCES
+            and storage_users(gradient) <= _OWN_STORAGE_REFERENCES
         )
 
     def scatter(self, used_anywhere: Collection[int]) -> None:
