@@ -25,7 +25,12 @@ if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
 
 # Files whose tests run in one worker, one after the other, because of something that every program
 # on the machine finds: a Ray cluster, the status pages of a job called the same in each test.
-_GROUPS = {"test_launch_ray.py": "ray", "test_status_page.py": "status pages"}
+# Those of the harness are the only ones in `make check` that start ranks: one fork server will do.
+_GROUPS = {
+    "test_harness.py": "harness",
+    "test_launch_ray.py": "ray",
+    "test_status_page.py": "status pages",
+}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
