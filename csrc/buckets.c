@@ -1,12 +1,14 @@
-/* Buckets: buffers that live in shared memory and are reduced where they lie. Whoever has time does the sums.
+/* Buckets: buffers that live in shared memory and are reduced where they lie. Whoever has time does
+ * the sums.
  *
- * An arena holds one region per rank and a control block per bucket. A rank that has filled its share counts itself
- * in; once all are in, the bucket is cut into chunks which any waiting rank claims with an atomic counter and
- * reduces, writing the result to every rank's region. No thread, no blocking while a rank still computes, no copies.
- * All counters only grow: use number u of a bucket is complete at u * ranks arrivals and u * chunks finished chunks.
+ * An arena holds one region per rank and a control block per bucket. A rank that has filled its
+ * share counts itself in; once all are in, the bucket is cut into chunks which any waiting rank
+ * claims with an atomic counter and reduces, writing the result to every rank's region. No thread,
+ * no blocking while a rank still computes, no copies. All counters only grow: use number u of a
+ * bucket is complete at u * ranks arrivals and u * chunks finished chunks.
  *
- * A bucket of its own memory is one that is not worth copying here: its ranks wait for each other and sum it through
- * rings, see pipeline.h, for which a part of the regions is set aside.
+ * A bucket of its own memory is one that is not worth copying here: its ranks wait for each other
+ * and sum it through rings, see pipeline.h, for which a part of the regions is set aside.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -15,18 +17,20 @@
 #include "pipeline.h"
 
 #define CHUNK_BYTES (64 * 1024)
-#define COPY_LONG_FROM_BYTES (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
+#define COPY_LONG_FROM_BYTES                                                                       \
+    (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
 #define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
-/* Header n is overwritten by header n + 4. A rank writes that one after an exchange at which every rank arrived with
- * header n + 3 written, hence with header n read. */
+/* Header n is overwritten by header n + 4. A rank writes that one after an exchange at which every
+ * rank arrived with header n + 3 written, hence with header n read. */
 #define HEADERS 4
 
 typedef struct {
     _Alignas(CACHE_LINE) double numbers[PLC_HEADER_NUMBERS];
 } header;
 
-/* Every rank's factor in an average. Where all ranks that bring anything have the same one, the average is a plain one
- * with that factor, and has the bits of a plain one; a rank of weight 0 brings zeros, for which any factor will do. */
+/* Every rank's factor in an average. Where all ranks that bring anything have the same one, the
+ * average is a plain one with that factor, and has the bits of a plain one; a rank of weight 0
+ * brings zeros, for which any factor will do. */
 typedef struct {
     bool given, uniform;
     double factor; /* if uniform */
@@ -63,11 +67,14 @@ typedef struct {
     event_count progress[PIPELINE_STEPS];
 } ring_control;
 
-/* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody shares a line. */
-static uint64_t uses_stride(uint32_t buckets) { return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE); }
+/* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody
+ * shares a line. */
+static uint64_t uses_stride(uint32_t buckets) {
+    return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE);
+}
 
-/* The mapping: a control per bucket, every rank's table of uses, every rank's headers, every rank's definitions, every
- * rank's progress through rings, every rank's region. */
+/* The mapping: a control per bucket, every rank's table of uses, every rank's headers, every rank's
+ * definitions, every rank's progress through rings, every rank's region. */
 static uint64_t headers_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(bucket_control) + ranks * uses_stride(buckets), CACHE_LINE);
 }
@@ -77,7 +84,8 @@ static uint64_t definitions_at(uint32_t ranks, uint32_t buckets) {
 }
 
 static uint64_t progress_at(uint32_t ranks, uint32_t buckets) {
-    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call), CACHE_LINE);
+    return ALIGN_UP(definitions_at(ranks, buckets) + (uint64_t)ranks * buckets * sizeof(plc_call),
+                    CACHE_LINE);
 }
 
 static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
@@ -88,7 +96,8 @@ uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t bucke
     return regions_at(ranks, buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
 
-int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets, plc_arena **out) {
+int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets,
+                   plc_arena **out) {
     plc_arena *arena = calloc(1, sizeof *arena);
     bucket *table = calloc(buckets, sizeof *table);
     uint64_t bytes = plc_arena_bytes(comm->ranks, bytes_per_rank, buckets);
@@ -121,7 +130,8 @@ void plc_arena_close(plc_arena *arena) {
 }
 
 void *plc_arena_region(plc_arena *arena, uint32_t rank) {
-    return (char *)arena->mapping + regions_at(arena->ranks, arena->buckets) + rank * arena->bytes_per_rank;
+    return (char *)arena->mapping + regions_at(arena->ranks, arena->buckets) +
+           rank * arena->bytes_per_rank;
 }
 
 static header *header_of(const plc_arena *arena, uint32_t rank, uint32_t number) {
@@ -164,43 +174,64 @@ static _Atomic uint32_t *uses_of(const plc_arena *arena, uint32_t rank, uint32_t
     return (_Atomic uint32_t *)(table + rank * uses_stride(arena->buckets)) + index;
 }
 
-/* What a rank means by a bucket, in the form of a call: its number, offset (label), count, type and operation. */
+/* What a rank means by a bucket, in the form of a call: its number, offset (label), count, type and
+ * operation. */
 static plc_call *definition_of(const plc_arena *arena, uint32_t rank, uint32_t index) {
-    plc_call *table = (plc_call *)((char *)arena->mapping + definitions_at(arena->ranks, arena->buckets));
+    plc_call *table =
+        (plc_call *)((char *)arena->mapping + definitions_at(arena->ranks, arena->buckets));
     return table + (uint64_t)rank * arena->buckets + index;
 }
 
-static int define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t room, const bucket *what) {
+static int define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t room,
+                  const bucket *what) {
     if (index >= arena->buckets || !can_reduce(what->dtype, what->op)) return PLC_INVALID;
     if (offset > arena->bytes_per_rank || room > arena->bytes_per_rank - offset) return PLC_INVALID;
     bucket *b = &arena->table[index];
     if (b->uses != 0) return PLC_INVALID; /* its counters are in units of its chunks */
     *b = *what;
-    *definition_of(arena, arena->rank, index) =
-        (plc_call){.sequence = index, .kind = PLC_BUCKET, .dtype = b->dtype, .op = b->op, .root = -1, .count = b->count,
-                   .label = offset};
+    *definition_of(arena, arena->rank, index) = (plc_call){.sequence = index,
+                                                           .kind = PLC_BUCKET,
+                                                           .dtype = b->dtype,
+                                                           .op = b->op,
+                                                           .root = -1,
+                                                           .count = b->count,
+                                                           .label = offset};
     return PLC_OK;
 }
 
-int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype, uint32_t op) {
+int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count,
+                      uint32_t dtype, uint32_t op) {
     uint64_t element = plc_element_bytes(dtype), bytes = count * element;
-    if (element == 0 || offset % element != 0 || count > arena->bytes_per_rank / element) return PLC_INVALID;
+    if (element == 0 || offset % element != 0 || count > arena->bytes_per_rank / element)
+        return PLC_INVALID;
     uint64_t chunks = (bytes + CHUNK_BYTES - 1) / CHUNK_BYTES;
-    bucket b = {.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
+    bucket b = {.offset = offset,
+                .count = count,
+                .dtype = dtype,
+                .op = op,
+                .chunks = chunks == 0 ? 1 : (uint32_t)chunks};
     return define(arena, index, offset, bytes, &b);
 }
 
-int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
-                          uint32_t dtype, uint32_t op) {
+int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset,
+                               uint64_t ring_bytes, uint64_t count, uint32_t dtype, uint32_t op) {
     if (arena->ranks < 2) return PLC_INVALID; /* nothing to sum */
     /* Room for a cache line of every part in every block of both rings. */
-    if (offset % CACHE_LINE != 0 || ring_bytes % 4096 != 0 || ring_bytes < 1024ull * arena->ranks) return PLC_INVALID;
-    bucket b = {.offset = offset, .count = count, .dtype = dtype, .op = op, .chunks = 1, .ring_bytes = ring_bytes};
+    if (offset % CACHE_LINE != 0 || ring_bytes % 4096 != 0 || ring_bytes < 1024ull * arena->ranks)
+        return PLC_INVALID;
+    bucket b = {.offset = offset,
+                .count = count,
+                .dtype = dtype,
+                .op = op,
+                .chunks = 1,
+                .ring_bytes = ring_bytes};
     return define(arena, index, offset, ring_bytes, &b);
 }
 
-/* The result of one block, written to the first region and copied to the others while it is in cache. */
-static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64_t count, const weighting *w) {
+/* The result of one block, written to the first region and copied to the others while it is in
+ * cache. */
+static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64_t count,
+                        const weighting *w) {
     uint64_t element = plc_element_bytes(b->dtype);
     uint32_t ranks = arena->ranks;
     const void *inputs[PLC_MAX_RANKS];
@@ -210,20 +241,24 @@ static void reduce_part(plc_arena *arena, const bucket *b, uint64_t from, uint64
     if (w == NULL) {
         reduce_block(first, inputs, ranks, count, b->dtype, b->op, 1.0);
     } else if (w->uniform) {
-        /* Scaled before it is added, as torch does it: the same bits as torch's class on a group of this kind. */
+        /* Scaled before it is added, as torch does it: the same bits as torch's class on a group of
+         * this kind. */
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_PREMUL_SUM, w->factor);
     } else {
         for (uint32_t r = 0; r < ranks; r++)
-            reduce_block((void *)inputs[r], &inputs[r], 1, count, b->dtype, PLC_PREMUL_SUM, w->ranks[r]);
+            reduce_block((void *)inputs[r], &inputs[r], 1, count, b->dtype, PLC_PREMUL_SUM,
+                         w->ranks[r]);
         reduce_block(first, inputs, ranks, count, b->dtype, PLC_SUM, 1.0);
     }
     for (uint32_t r = 1; r < ranks; r++) memcpy((void *)inputs[r], first, count * element);
 }
 
 static void reduce_chunk(plc_arena *arena, const bucket *b, uint64_t chunk, const weighting *w) {
-    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element, per_block = BLOCK_BYTES / element;
+    uint64_t element = plc_element_bytes(b->dtype), per_chunk = CHUNK_BYTES / element,
+             per_block = BLOCK_BYTES / element;
     uint64_t from = chunk * per_chunk, end = MIN(b->count, from + per_chunk);
-    for (; from < end; from += per_block) reduce_part(arena, b, from, MIN(end - from, per_block), w);
+    for (; from < end; from += per_block)
+        reduce_part(arena, b, from, MIN(end - from, per_block), w);
 }
 
 static void help(plc_arena *arena, uint32_t index) {
@@ -245,7 +280,8 @@ int plc_bucket_ready(plc_arena *arena, uint32_t index) {
     bucket_control *c = control_of(arena, index);
     uint32_t uses = ++arena->table[index].uses;
     bool last = atomic_fetch_add(&c->arrived.value, 1) + 1 == uses * arena->ranks;
-    atomic_store(uses_of(arena, arena->rank, index), uses); /* after the count, as in `next_phase` */
+    atomic_store(uses_of(arena, arena->rank, index),
+                 uses); /* after the count, as in `next_phase` */
     if (last) wake(&c->arrived);
     return PLC_OK;
 }
@@ -258,22 +294,26 @@ typedef struct {
 static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) {
     const bucket_wait *w = context;
     (void)comm;
-    return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) - w->arena->table[w->index].uses) < 0;
+    return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) -
+                     w->arena->table[w->index].uses) < 0;
 }
 
-/* Once, when all ranks are in: all of them look at the same definitions and come to the same verdict. */
+/* Once, when all ranks are in: all of them look at the same definitions and come to the same
+ * verdict. */
 static int compare_definitions(plc_arena *arena, uint32_t index) {
     plc_comm *comm = arena->comm;
     const plc_call *mine = definition_of(arena, arena->rank, index);
     bool same = true;
     for (uint32_t r = 0; r < arena->ranks; r++) {
         const plc_call *c = definition_of(arena, r, index);
-        same = same && c->label == mine->label && c->count == mine->count && c->dtype == mine->dtype && c->op == mine->op;
+        same = same && c->label == mine->label && c->count == mine->count &&
+               c->dtype == mine->dtype && c->op == mine->op;
     }
     arena->table[index].compared = same;
     if (same) return PLC_OK;
     pthread_mutex_lock(&comm->failure_lock);
-    for (uint32_t r = 0; r < arena->ranks; r++) comm->mismatched[r] = *definition_of(arena, r, index);
+    for (uint32_t r = 0; r < arena->ranks; r++)
+        comm->mismatched[r] = *definition_of(arena, r, index);
     pthread_mutex_unlock(&comm->failure_lock);
     return PLC_MISMATCH;
 }
@@ -282,7 +322,8 @@ static int all_are_in(plc_arena *arena, uint32_t index, int64_t deadline) {
     const bucket *b = &arena->table[index];
     bucket_wait context = {arena, index};
     event_count *arrived = &control_of(arena, index)->arrived;
-    int status = wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+    int status =
+        wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
     return status == PLC_OK && !b->compared ? compare_definitions(arena, index) : status;
 }
 
@@ -298,7 +339,8 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
-    if (index >= arena->buckets || arena->table[index].uses == 0 || arena->table[index].ring_bytes != 0)
+    if (index >= arena->buckets || arena->table[index].uses == 0 ||
+        arena->table[index].ring_bytes != 0)
         return PLC_INVALID;
     gil_scope scope;
     if (!comm_enter(arena->comm)) return PLC_ABORTED;
@@ -309,29 +351,32 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     return status;
 }
 
-/* Both rings in the room the bucket was given. Every rank ends a call with what it staged read, and begins to sum only
- * when all have staged, hence have fetched the sums of the call before: so each call may use the same room again. */
+/* Both rings in the room the bucket was given. Every rank ends a call with what it staged read, and
+ * begins to sum only when all have staged, hence have fetched the sums of the call before: so each
+ * call may use the same room again. */
 static int reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t deadline) {
     const bucket *b = &arena->table[index];
     uint64_t half = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
     unsigned char *room = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
     pipeline p = {.comm = arena->comm,
-               .deadline = deadline,
-               .input = data,
-               .output = data,
-               .count = b->count,
-               .dtype = b->dtype,
-               .op = b->op,
-               .factor = 1.0,
-               .weight = 1.0,
-               .reads = true,
-               .stages = room,
-               .sums = room + half,
-               .stride = arena->bytes_per_rank,
-               .ring_bytes = half,
-               .progress = ((ring_control *)((char *)arena->mapping + progress_at(arena->ranks, arena->buckets)))->progress,
-               .progress_stride = sizeof(ring_control),
-               .first = arena->blocks};
+                  .deadline = deadline,
+                  .input = data,
+                  .output = data,
+                  .count = b->count,
+                  .dtype = b->dtype,
+                  .op = b->op,
+                  .factor = 1.0,
+                  .weight = 1.0,
+                  .reads = true,
+                  .stages = room,
+                  .sums = room + half,
+                  .stride = arena->bytes_per_rank,
+                  .ring_bytes = half,
+                  .progress = ((ring_control *)((char *)arena->mapping +
+                                                progress_at(arena->ranks, arena->buckets)))
+                                  ->progress,
+                  .progress_stride = sizeof(ring_control),
+                  .first = arena->blocks};
     if (b->op == PLC_AVG && arena->weights.given) {
         p.op = arena->weights.uniform ? PLC_PREMUL_SUM : PLC_SUM;
         if (arena->weights.uniform) p.factor = arena->weights.factor;
@@ -360,16 +405,19 @@ int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data, int
 
 #if defined(__SSE2__)
 #include <emmintrin.h>
-/* Past the cache: the target is read next by another core, and fetching its old content first would cost a third. */
+/* Past the cache: the target is read next by another core, and fetching its old content first would
+ * cost a third. */
 static void copy_long(char *to, const char *from, uint64_t bytes) {
     uint64_t head = MIN(ALIGN_UP((uintptr_t)to, CACHE_LINE) - (uintptr_t)to, bytes);
     memcpy(to, from, head);
     to += head, from += head, bytes -= head;
     for (; bytes >= CACHE_LINE; to += CACHE_LINE, from += CACHE_LINE, bytes -= CACHE_LINE) {
         const __m128i *x = (const __m128i *)from;
-        __m128i a = _mm_loadu_si128(x), b = _mm_loadu_si128(x + 1), c = _mm_loadu_si128(x + 2), d = _mm_loadu_si128(x + 3);
+        __m128i a = _mm_loadu_si128(x), b = _mm_loadu_si128(x + 1), c = _mm_loadu_si128(x + 2),
+                d = _mm_loadu_si128(x + 3);
         __m128i *y = (__m128i *)to;
-        _mm_stream_si128(y, a), _mm_stream_si128(y + 1, b), _mm_stream_si128(y + 2, c), _mm_stream_si128(y + 3, d);
+        _mm_stream_si128(y, a), _mm_stream_si128(y + 1, b), _mm_stream_si128(y + 2, c),
+            _mm_stream_si128(y + 3, d);
     }
     memcpy(to, from, bytes);
     _mm_sfence(); /* before the arrival is counted */
@@ -398,8 +446,8 @@ int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uin
     return PLC_OK;
 }
 
-int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index, int64_t timeout_ns,
-                   uint32_t *number) {
+int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, uint32_t index,
+                   int64_t timeout_ns, uint32_t *number) {
     *number = plc_arena_write_header(arena, numbers);
     int status = plc_bucket_ready(arena, index);
     /* Counted in after the bucket: who has waited for the headers finds the bucket complete too. */
@@ -407,7 +455,8 @@ int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, ui
     if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
     if (status != PLC_OK) return status;
     for (uint32_t r = 0; r < arena->ranks; r++)
-        if (memcmp(header_of(arena, r, *number)->numbers, numbers, sizeof(header)) != 0) return PLC_PENDING;
+        if (memcmp(header_of(arena, r, *number)->numbers, numbers, sizeof(header)) != 0)
+            return PLC_PENDING;
     set_factor(arena, 1.0 / (double)arena->ranks);
     return plc_bucket_finish(arena, index, timeout_ns);
 }

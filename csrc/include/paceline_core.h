@@ -196,66 +196,79 @@ PLC_API int plc_send(plc_comm *comm, plc_message *message);
 PLC_API int plc_receive(plc_comm *comm, plc_message *message);
 PLC_API int plc_message_wait(plc_comm *comm, plc_message *message, int64_t timeout_ns); /* [GIL] */
 
-/* --- buckets: buffers that live in shared memory and are reduced where they lie ---------------------------------- */
+/* --- buckets: buffers that live in shared memory and are reduced where they lie
+ * ---------------------------------- */
 typedef struct plc_arena plc_arena;
 PLC_API uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets);
-/* Map through a descriptor of plc_arena_bytes zero bytes, or use an existing mapping when fd is -1 (ranks as threads). */
-PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank, uint32_t buckets,
-                           plc_arena **out);
+/* Map through a descriptor of plc_arena_bytes zero bytes, or use an existing mapping when fd is -1
+ * (ranks as threads). */
+PLC_API int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_rank,
+                           uint32_t buckets, plc_arena **out);
 PLC_API void plc_arena_close(plc_arena *arena);
 PLC_API void *plc_arena_region(plc_arena *arena, uint32_t rank);
-/* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all ranks: where they differ
- * plc_bucket_finish says PLC_MISMATCH on all of them, and plc_comm_calls who said what. */
-PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count, uint32_t dtype,
-                              uint32_t op);
+/* Describe bucket `index`: `count` elements at `offset` of every rank's region. The same on all
+ * ranks: where they differ plc_bucket_finish says PLC_MISMATCH on all of them, and plc_comm_calls
+ * who said what. */
+PLC_API int plc_bucket_define(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t count,
+                              uint32_t dtype, uint32_t op);
 /* This rank's share of the bucket is in place. Never blocks. */
 PLC_API int plc_bucket_ready(plc_arena *arena, uint32_t index);
 /* Wait until the bucket holds the result on every rank, helping with the sums meanwhile. [GIL] */
 PLC_API int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns);
 
-/* A bucket whose numbers stay in every rank's own memory: `ring_bytes` at `offset` of every rank's region carry them
- * across. Buckets may share that room. */
-PLC_API int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset, uint64_t ring_bytes, uint64_t count,
-                                  uint32_t dtype, uint32_t op);
-/* Replace the numbers at `data` by the result over all ranks; waits for them. Such buckets come in the same order on all
- * ranks. [GIL] */
-PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t timeout_ns);
+/* A bucket whose numbers stay in every rank's own memory: `ring_bytes` at `offset` of every rank's
+ * region carry them across. Buckets may share that room. */
+PLC_API int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_t offset,
+                                       uint64_t ring_bytes, uint64_t count, uint32_t dtype,
+                                       uint32_t op);
+/* Replace the numbers at `data` by the result over all ranks; waits for them. Such buckets come in
+ * the same order on all ranks. [GIL] */
+PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data,
+                                       int64_t timeout_ns);
 
-/* --- pieces: many arrays at their own addresses, in one call; no communicator needed ------------------------------ */
-PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
-/* Add to each array at `to` those of `others` owners, in their order and rounded once. `from` has `pieces` addresses for
- * each owner, one owner after the other. PLC_INVALID, and nothing is written, if a type cannot be added. */
-PLC_API int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others, const uint64_t *from,
-                           const uint64_t *counts, const uint32_t *dtypes);
+/* --- pieces: many arrays at their own addresses, in one call; no communicator needed
+ * ------------------------------ */
+PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from,
+                             const uint64_t *bytes);
+/* Add to each array at `to` those of `others` owners, in their order and rounded once. `from` has
+ * `pieces` addresses for each owner, one owner after the other. PLC_INVALID, and nothing is
+ * written, if a type cannot be added. */
+PLC_API int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others,
+                           const uint64_t *from, const uint64_t *counts, const uint32_t *dtypes);
 
-/* --- flags: words in shared memory that one process raises and another waits for; no communicator needed ---------- */
+/* --- flags: words in shared memory that one process raises and another waits for; no communicator
+ * needed ---------- */
 PLC_API uint64_t plc_flag_bytes(void); /* memory of a flag, aligned to as much, zero at first */
 PLC_API void plc_flag_raise(void *flag); /* adds one */
-/* Wait until the flag was raised `target` times (modulo 2^32). PLC_PEER_LOST if the process behind pidfd ended first,
- * PLC_PENDING after timeout_ns: wait again. */
-PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_ns, int64_t timeout_ns);
+/* Wait until the flag was raised `target` times (modulo 2^32). PLC_PEER_LOST if the process behind
+ * pidfd ended first, PLC_PENDING after timeout_ns: wait again. */
+PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_ns,
+                          int64_t timeout_ns);
 /* A message in one call: copy arrays as plc_copy_pieces does, write the first two words of a
  * notice, raise the flag. Whoever waited for the flag sees all of it. */
-PLC_API void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second, uint32_t pieces,
-                           const uint64_t *to, const uint64_t *from, const uint64_t *bytes);
-/* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then counts itself in; whoever
- * sees a bucket complete sees the headers all ranks wrote before it. Every rank writes the same sequence of headers.
- * Returns the header's number. */
+PLC_API void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second,
+                           uint32_t pieces, const uint64_t *to, const uint64_t *from,
+                           const uint64_t *bytes);
+/* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then counts
+ * itself in; whoever sees a bucket complete sees the headers all ranks wrote before it. Every rank
+ * writes the same sequence of headers. Returns the header's number. */
 #define PLC_HEADER_NUMBERS 8
 PLC_API uint32_t plc_arena_write_header(plc_arena *arena, const double *header);
 /* All ranks' headers with this number, one of the last two: PLC_HEADER_NUMBERS per rank. */
 PLC_API void plc_arena_read_headers(plc_arena *arena, uint32_t number, double *out);
-/* From now on an average is the sum of every rank's numbers times its weight: one weight per rank, the same on all ranks,
- * set before this rank waits for a bucket. A rank whose weight is 0 brings zeros. */
+/* From now on an average is the sum of every rank's numbers times its weight: one weight per rank,
+ * the same on all ranks, set before this rank waits for a bucket. A rank whose weight is 0 brings
+ * zeros. */
 PLC_API void plc_arena_set_weights(plc_arena *arena, const double *weights);
-/* Copy pieces of memory one after the other into this rank's region. A piece that lies there already stays. */
-PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces, const uint64_t *addresses,
-                           const uint64_t *bytes);
-/* A whole exchange: a header, bucket `index`, and the empty bucket `signals` that says all headers are written. If the
- * ranks' headers are equal, byte by byte, so are their weights. PLC_PENDING when they differ: read them, set the weights,
- * then finish the bucket. [GIL] */
-PLC_API int plc_arena_step(plc_arena *arena, const double *header, uint32_t signals, uint32_t index, int64_t timeout_ns,
-                           uint32_t *number);
+/* Copy pieces of memory one after the other into this rank's region. A piece that lies there
+ * already stays. */
+PLC_API int plc_arena_fill(plc_arena *arena, uint64_t offset, uint32_t pieces,
+                           const uint64_t *addresses, const uint64_t *bytes);
+/* A whole exchange: a header, bucket `index`, and the empty bucket `signals` that says all headers
+ * are written. If the ranks' headers are equal, byte by byte, so are their weights. PLC_PENDING
+ * when they differ: read them, set the weights, then finish the bucket. [GIL] */
+PLC_API int plc_arena_step(plc_arena *arena, const double *header, uint32_t signals, uint32_t index,
+                           int64_t timeout_ns, uint32_t *number);
 
 #ifdef __cplusplus
 }

@@ -41,8 +41,10 @@ from torch._C._distributed_c10d import Backend as _Backend
 __all__ = [
     "AllgatherOptions",
     "BackendOptions",
+    "AffineBatchNorm",
     "BatchNormBase",
     "BuiltinCommHookType",
+    "FutureBase",
     "GradBucket",
     "HashStore",
     "PrefixStore",
@@ -101,14 +103,16 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
-def preserve_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
+def preserve_version(
+    tensors: torch.Tensor | tuple[torch.Tensor, ...],
+) -> AbstractContextManager[None]:
     """Changes inside are not counted: buffers are synchronised between forward and backward.
 
     torch/autograd/grad_mode.py; torch's DDP does the same with buffers.
     """
     from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-    return _unsafe_preserve_version_counter(tensor)
+    return _unsafe_preserve_version_counter(tensors)
 
 
 # --------------------------------------------------------------------- tensors
@@ -169,6 +173,13 @@ def device_types_of(group: dist.ProcessGroup) -> set[str]:
 
 
 # ----------------------------------------------------- DistributedDataParallel
+
+# What a communication hook may return: also a future made in C++, which is none of the public
+# class (torch/futures/__init__.py derives from it).
+FutureBase = torch._C.Future
+
+# The layers that `convert_sync_batchnorm` replaces; torch's own asks for the same class.
+AffineBatchNorm = torch.nn.modules.batchnorm._BatchNorm
 
 # Torch's functions that are public neither in name nor in documentation, but that its class is made
 # of; a script that moves from torch's class to ours relies on what they do. Each is imported where

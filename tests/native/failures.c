@@ -483,9 +483,12 @@ static void refuse(rank_thread *self) {
     CHECK_STATUS(PLC_INVALID, plc_bucket_define(arena, 0, 2, 1, PLC_F32, PLC_SUM));
     CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 4092, 1, PLC_F32, PLC_SUM));
     float one = 1;
-    CHECK_STATUS(PLC_INVALID, plc_bucket_reduce_external(arena, 0, &one, -1)); /* a bucket of the region */
-    CHECK_STATUS(PLC_INVALID, plc_bucket_define_external(arena, 0, 0, 4097, 1, PLC_F32, PLC_SUM)); /* no whole pages */
-    CHECK_STATUS(PLC_INVALID, plc_bucket_define_external(arena, 0, 64, 4096, 1, PLC_F32, PLC_SUM)); /* beyond the region */
+    CHECK_STATUS(PLC_INVALID,
+                 plc_bucket_reduce_external(arena, 0, &one, -1)); /* a bucket of the region */
+    CHECK_STATUS(PLC_INVALID, plc_bucket_define_external(arena, 0, 0, 4097, 1, PLC_F32,
+                                                         PLC_SUM)); /* no whole pages */
+    CHECK_STATUS(PLC_INVALID, plc_bucket_define_external(arena, 0, 64, 4096, 1, PLC_F32,
+                                                         PLC_SUM)); /* beyond the region */
     CHECK_STATUS(PLC_INVALID, plc_bucket_define_external(arena, 0, 0, 0, 1, PLC_F32, PLC_SUM));
     CHECK_STATUS(PLC_OK, plc_bucket_define_external(arena, 0, 0, 4096, 1, PLC_F32, PLC_SUM));
     CHECK_STATUS(PLC_INVALID, plc_bucket_finish(arena, 0, -1)); /* not a bucket of the region */

@@ -430,13 +430,17 @@ static void in_worlds_with_arena(rank_fn fn, uint64_t seed) {
 
 void buckets(uint64_t seed) { in_worlds_with_arena(use_buckets, seed); }
 
-/* Headers ride along with a bucket; its average is weighted by samples, which differ from rank to rank and use to use. */
-static double samples_of(uint64_t seed, uint32_t rank) { return (double)value(seed, rank + 100, 0) * 3; }
+/* Headers ride along with a bucket; its average is weighted by samples, which differ from rank to
+ * rank and use to use. */
+static double samples_of(uint64_t seed, uint32_t rank) {
+    return (double)value(seed, rank + 100, 0) * 3;
+}
 
 static double set_weights(plc_arena *arena, uint32_t ranks, uint64_t seed, bool by_samples) {
     double samples = 0, weights[8];
     for (uint32_t r = 0; r < ranks; r++) samples += samples_of(seed, r);
-    for (uint32_t r = 0; r < ranks; r++) weights[r] = by_samples ? samples_of(seed, r) / samples : 1.0 / ranks;
+    for (uint32_t r = 0; r < ranks; r++)
+        weights[r] = by_samples ? samples_of(seed, r) / samples : 1.0 / ranks;
     plc_arena_set_weights(arena, weights);
     return samples;
 }
@@ -459,7 +463,8 @@ static void weigh_buckets(rank_thread *self) {
         CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, 0, -1));
         plc_arena_read_headers(arena, number, headers);
         for (uint32_t r = 0; r < self->ranks; r++)
-            CHECK(headers[r * PLC_HEADER_NUMBERS + 1] == samples_of(seed, r), "header of rank %u", r);
+            CHECK(headers[r * PLC_HEADER_NUMBERS + 1] == samples_of(seed, r), "header of rank %u",
+                  r);
         for (uint64_t i = 0; i < ELEMENTS; i++) {
             double expected = 0;
             for (uint32_t r = 0; r < self->ranks; r++)
@@ -476,8 +481,9 @@ static void weigh_buckets(rank_thread *self) {
 
 void weighted_buckets(uint64_t seed) { in_worlds_with_arena(weigh_buckets, seed); }
 
-/* A whole step in two calls: pieces of private memory move in, then header, bucket and signal at once. Every third step
- * the ranks' headers differ, and the bucket is finished by a call of its own. */
+/* A whole step in two calls: pieces of private memory move in, then header, bucket and signal at
+ * once. Every third step the ranks' headers differ, and the bucket is finished by a call of its
+ * own. */
 static void take_whole_steps(rank_thread *self) {
     enum { PIECES = 3, ELEMENTS = 45000, BUCKET = 0, SIGNALS = 1, OFFSET = 64 };
     static const uint64_t bytes[PIECES] = {8, 8 * 2499, 8 * 42500};
@@ -502,7 +508,8 @@ static void take_whole_steps(rank_thread *self) {
         mine[0] = held[0];
         maybe_nap(self);
         CHECK_STATUS(PLC_OK, plc_arena_fill(arena, OFFSET, PIECES, addresses, bytes));
-        CHECK_STATUS(differs ? PLC_PENDING : PLC_OK, plc_arena_step(arena, header, SIGNALS, BUCKET, -1, &number));
+        CHECK_STATUS(differs ? PLC_PENDING : PLC_OK,
+                     plc_arena_step(arena, header, SIGNALS, BUCKET, -1, &number));
         if (differs) CHECK_STATUS(PLC_OK, plc_bucket_finish(arena, BUCKET, -1));
         for (uint64_t i = 0; i < ELEMENTS; i++) {
             double expected = 0;
@@ -520,7 +527,8 @@ static void take_whole_steps(rank_thread *self) {
 
 void whole_steps(uint64_t seed) { in_worlds_with_arena(take_whole_steps, seed); }
 
-/* Buckets in the ranks' own memory, which share the little room they go through. Every other step by samples. */
+/* Buckets in the ranks' own memory, which share the little room they go through. Every other step
+ * by samples. */
 static void use_external_buckets(rank_thread *self) {
     enum { ROOM = 16384 };
     /* None, less than a part, many blocks */
@@ -529,7 +537,8 @@ static void use_external_buckets(rank_thread *self) {
     CHECK_STATUS(PLC_OK,
                  plc_arena_open(self->comm, -1, self->in->shared, 8 * 50000, BUCKETS, &arena));
     for (uint32_t b = 0; b < BUCKETS - 1; b++)
-        CHECK_STATUS(PLC_OK, plc_bucket_define_external(arena, b, 4096, ROOM, counts[b], PLC_F64, PLC_AVG));
+        CHECK_STATUS(PLC_OK,
+                     plc_bucket_define_external(arena, b, 4096, ROOM, counts[b], PLC_F64, PLC_AVG));
     double *mine = malloc(8 * 40001);
     CHECK(mine != NULL, "malloc: errno %d", errno);
     for (int use = 0; use < 20; use++) {

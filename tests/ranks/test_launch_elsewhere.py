@@ -18,7 +18,9 @@ SCRIPT = """
     value = torch.tensor([paceline.rank() + 1.0])
     dist.all_reduce(value)
     import sys
-    sys.stdout.write(f"{paceline.launch.init.placement().source}|{paceline.rank()}|{paceline.local_rank()}|{value.item()}\\n")
+    source = paceline.launch.init.placement().source
+    facts = (source, paceline.rank(), paceline.local_rank(), value.item())
+    sys.stdout.write("|".join(map(str, facts)) + "\\n")
 """
 
 

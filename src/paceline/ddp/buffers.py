@@ -8,9 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from paceline._torch_internals import (
+    flatten_dense,
+    foreach_copy_,
+    preserve_version,
+    unflatten_dense,
+)
 from paceline.ddp.group_calls import broadcast_from
 
 __all__ = ["BufferHook", "broadcast", "sync_buffers"]
@@ -64,9 +68,7 @@ def _broadcast_piece(
             broadcast_from(source, group, tensors[0].view(-1).view(torch.uint8))
             return
         if group.rank() == source:
-            flat = torch.cat(
-                [_flatten_dense_tensors(section).view(torch.uint8) for section in sections]
-            )
+            flat = torch.cat([flatten_dense(section).view(torch.uint8) for section in sections])
             broadcast_from(source, group, flat)
             return
         sizes = [
@@ -76,8 +78,8 @@ def _broadcast_piece(
         flat = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
         broadcast_from(source, group, flat)
         for section, part in zip(sections, flat.split(sizes), strict=True):
-            received = _unflatten_dense_tensors(part.view(section[0].dtype), section)
-            torch._foreach_copy_(section, list(received))
+            received = unflatten_dense(part.view(section[0].dtype), section)
+            foreach_copy_(section, list(received))
 
 
 def _sections(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -97,5 +99,5 @@ def sync_buffers(
     valid.
     """
     tensors = list(buffers.values())
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensors)):
+    with torch.no_grad(), preserve_version(tuple(tensors)):
         broadcast(group, tensors, source)

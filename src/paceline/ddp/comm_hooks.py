@@ -16,7 +16,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._torch_internals import BuiltinCommHookType, GradBucket, apply_optimizer_hook
+from paceline._torch_internals import (
+    BuiltinCommHookType,
+    FutureBase,
+    GradBucket,
+    apply_optimizer_hook,
+)
 from paceline.ddp.buckets import Bucket, DenseBucket, SparseBucket
 from paceline.ddp.group_calls import all_reduce
 from paceline.errors import ConfigError
@@ -118,7 +123,7 @@ class CommHook:
 
     def start(self, bucket: Bucket, *, is_last: bool) -> None:
         future = self._hook(self._state, HookBucket(bucket, is_last))
-        if not isinstance(future, torch._C.Future):
+        if not isinstance(future, FutureBase):
             raise ConfigError(
                 f"DistributedDataParallel's communication hook "
                 f"{getattr(self._hook, '__name__', self._hook)!r}: the callback must return a "

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline._torch_internals import AffineBatchNorm
+
 __all__ = ["SyncBatchNorm"]
 
 
@@ -67,7 +69,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     ) -> torch.nn.Module:
         """Replace every BatchNorm layer (also torch's SyncBatchNorm) below `module` by this one."""
         converted = module
-        if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, AffineBatchNorm):
             converted = cls(
                 module.num_features,
                 module.eps,
