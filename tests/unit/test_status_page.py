@@ -21,11 +21,13 @@ from paceline.telemetry.recorder import Recorder, group_number
 from paceline.telemetry.status_page import PHASES, Field, Phase, WaitLabel
 from paceline.telemetry.variables import stall_after_s
 
+JOB = f"job-of-test-{os.getpid()}"  # pages are found by everybody on the machine
+
 
 @pytest.fixture
 def recorder():
     recorder = Recorder()
-    recorder.open_page(job="job-of-test", rank=3, world=8)
+    recorder.open_page(job=JOB, rank=3, world=8)
     yield recorder
     recorder.close_page()
 
@@ -37,13 +39,13 @@ def test_a_page_shows_what_was_recorded(recorder):
     assert (page.rank, page.world, page.job, page.phase, page.call) == (
         3,
         8,
-        "job-of-test",
+        JOB,
         Phase.LOADER,
         None,
     )
     assert page.forwards == 1
     assert 0 <= time.monotonic_ns() - page.phase_since_ns < 60 * 10**9
-    assert [page.pid for page in find_pages("job-of-test")] == [os.getpid()]
+    assert [page.pid for page in find_pages(JOB)] == [os.getpid()]
 
 
 def test_a_call_is_on_the_page_while_it_lasts(recorder):
