@@ -9,9 +9,10 @@ BUILD_INPUTS := pyproject.toml setup.py constraints.txt src/paceline/_version.py
 	$(wildcard csrc/*.c csrc/*.h csrc/include/*.h)
 
 # Many tests wait, for a time limit or a process to start: one worker more than cores keeps the cores
-# busy. `make test WORKERS=0` runs them in one process, for a debugger.
+# busy. `make test WORKERS=0` runs them in one process, for a debugger. A file's tests stay together:
+# some files find what every program on the machine sees, a Ray cluster for example.
 WORKERS ?= $(shell echo $$(($$(nproc) + 1)))
-PARALLEL := -n $(WORKERS) --dist loadgroup
+PARALLEL := -n $(WORKERS) --dist loadfile
 
 # Tests start hundreds of interpreters, which need not compile the package each time.
 unexport PYTHONDONTWRITEBYTECODE

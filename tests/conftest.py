@@ -23,23 +23,6 @@ _SCRIPTS = sysconfig.get_path("scripts")
 if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = os.pathsep.join([_SCRIPTS, os.environ["PATH"]])
 
-# Files whose tests run in one worker, one after the other, because of something that every program
-# on the machine finds: a Ray cluster, for example. Those of the harness are the only ones in `make
-# check` that start ranks: one fork server will do.
-_GROUPS = {
-    "test_harness.py": "harness",
-    "test_launch_ray.py": "ray",
-}
-
-
-# First, because xdist reads the marks when it collects, and its own hook would come before ours.
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if group := _GROUPS.get(item.path.name):
-            item.add_marker(pytest.mark.xdist_group(group))
-
-
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fails the test that leaks a child process, a thread, an environment variable or shared
