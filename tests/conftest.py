@@ -12,7 +12,7 @@ import pytest
 from tests.harness import leaks
 from tests.harness.skips import pytest_unconfigure
 
-__all__ = ["pytest_collection_modifyitems", "pytest_unconfigure"]
+__all__ = ["pytest_unconfigure"]
 
 # Deadlines are pytest-timeout's business: on a shared machine hypothesis' own would fail at random.
 hypothesis.settings.register_profile("paceline", deadline=None, print_blob=True)
