@@ -299,7 +299,7 @@ static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) 
 }
 
 /* Once, when all ranks are in: all of them look at the same definitions and come to the same
- * verdict. */
+ * conclusion. */
 static int compare_definitions(plc_arena *arena, uint32_t index) {
     plc_comm *comm = arena->comm;
     const plc_call *mine = definition_of(arena, arena->rank, index);

@@ -23,6 +23,7 @@ _SCRIPTS = sysconfig.get_path("scripts")
 if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = os.pathsep.join([_SCRIPTS, os.environ["PATH"]])
 
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fails the test that leaks a child process, a thread, an environment variable or shared

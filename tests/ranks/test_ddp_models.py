@@ -135,7 +135,7 @@ def test_checkpointing_both_ways_with_shared_layers(ranks):
 
 
 class Counting(torch.nn.Module):
-    """Has a buffer, so that forward begins with a meeting of the ranks."""
+    """Has a buffer, so that forward begins with an exchange between the ranks."""
 
     def __init__(self):
         super().__init__()

@@ -24,7 +24,7 @@ class BucketTelemetry:
 
     def __init__(self, label: str, members: tuple[int, ...]) -> None:
         self.number = next(_reducers)
-        forward = f"{label}'s meeting before forward"
+        forward = f"{label}'s exchange before forward"
         self._before_forward = WaitLabel(forward, "", group_number(forward), members).packed()
         self._wait_labels: list[WaitLabel] = []
         self._filling_since = 0
