@@ -2,13 +2,13 @@
  * the sums.
  *
  * An arena holds one region per rank and a control block per bucket. A rank that has filled its
- * share counts itself in; once all are in, the bucket is cut into chunks which any waiting rank
+ * share marks its arrival; once all have, the bucket is cut into chunks which any waiting rank
  * claims with an atomic counter and reduces, writing the result to every rank's region. No thread,
  * no blocking while a rank still computes, no copies. All counters only grow: use number u of a
  * bucket is complete at u * ranks arrivals and u * chunks finished chunks.
  *
- * A bucket of its own memory is one that is not worth copying here: its ranks wait for each other
- * and sum it through rings, see pipeline.h, for which a part of the regions is set aside.
+ * An external bucket is one that is not worth copying here: its ranks wait for each other and sum
+ * it through rings, see pipeline.h, for which a part of the regions is set aside.
  */
 #include <errno.h>
 #include <stdlib.h>
@@ -20,8 +20,9 @@
 #define COPY_LONG_FROM_BYTES                                                                       \
     (2 * 1024 * 1024) /* does not fit the second-level cache with what comes next */
 #define BLOCK_BYTES (8 * 1024) /* of every rank, in the first-level cache when it is written back */
-/* Header n is overwritten by header n + 4. A rank writes that one after an exchange at which every
- * rank arrived with header n + 3 written, hence with header n read. */
+/* Header n is overwritten by header n + 4. A rank writes at most two headers after a bucket that it
+ * finished, so before it writes n + 4 it has finished one at which every rank arrived with header
+ * n + 2 written. Ranks read only the last two headers they wrote: nobody reads header n again. */
 #define HEADERS 4
 
 typedef struct {
@@ -47,7 +48,7 @@ typedef struct {
     uint64_t offset, count;
     uint32_t dtype, op, chunks;
     uint64_t ring_bytes; /* 0: the numbers lie in the region */
-    uint32_t uses;       /* how often this rank has counted itself in */
+    uint32_t uses;       /* how often this rank has marked its arrival */
     bool compared; /* the ranks were found to mean the same by it */
 } bucket;
 
@@ -67,7 +68,7 @@ typedef struct {
     event_count progress[PIPELINE_STEPS];
 } ring_control;
 
-/* How often each rank has counted itself in, by rank and bucket: to say who is missing. Nobody
+/* How often each rank has marked its arrival, by rank and bucket: to say who is missing. Nobody
  * shares a line. */
 static uint64_t uses_stride(uint32_t buckets) {
     return ALIGN_UP(buckets * sizeof(uint32_t), CACHE_LINE);
@@ -291,14 +292,14 @@ typedef struct {
     uint32_t index;
 } bucket_wait;
 
-static bool is_not_in(const plc_comm *comm, uint32_t rank, const void *context) {
+static bool has_not_arrived(const plc_comm *comm, uint32_t rank, const void *context) {
     const bucket_wait *w = context;
     (void)comm;
     return (int32_t)(atomic_load(uses_of(w->arena, rank, w->index)) -
                      w->arena->table[w->index].uses) < 0;
 }
 
-/* Once, when all ranks are in: all of them look at the same definitions and come to the same
+/* Once, when all ranks have arrived: all of them look at the same definitions and come to the same
  * conclusion. */
 static int compare_definitions(plc_arena *arena, uint32_t index) {
     plc_comm *comm = arena->comm;
@@ -318,12 +319,12 @@ static int compare_definitions(plc_arena *arena, uint32_t index) {
     return PLC_MISMATCH;
 }
 
-static int all_are_in(plc_arena *arena, uint32_t index, int64_t deadline) {
+static int wait_for_arrivals(plc_arena *arena, uint32_t index, int64_t deadline) {
     const bucket *b = &arena->table[index];
     bucket_wait context = {arena, index};
     event_count *arrived = &control_of(arena, index)->arrived;
     int status =
-        wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, is_not_in, &context);
+        wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, has_not_arrived, &context);
     return status == PLC_OK && !b->compared ? compare_definitions(arena, index) : status;
 }
 
@@ -331,7 +332,7 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     bucket *b = &arena->table[index];
     bucket_control *c = control_of(arena, index);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
-    int status = all_are_in(arena, index, deadline);
+    int status = wait_for_arrivals(arena, index, deadline);
     if (status != PLC_OK) return status;
     if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) gil_release();
     help(arena, index);
@@ -395,7 +396,7 @@ int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data, int
     gil_scope_enter(&scope, arena->comm);
     int64_t deadline = deadline_after(arena->comm, timeout_ns);
     int status = plc_bucket_ready(arena, index);
-    if (status == PLC_OK) status = all_are_in(arena, index, deadline);
+    if (status == PLC_OK) status = wait_for_arrivals(arena, index, deadline);
     gil_release();
     if (status == PLC_OK) status = reduce_external(arena, index, data, deadline);
     gil_scope_exit(&scope);
@@ -450,7 +451,7 @@ int plc_arena_step(plc_arena *arena, const double *numbers, uint32_t signals, ui
                    int64_t timeout_ns, uint32_t *number) {
     *number = plc_arena_write_header(arena, numbers);
     int status = plc_bucket_ready(arena, index);
-    /* Counted in after the bucket: who has waited for the headers finds the bucket complete too. */
+    /* Ready after the bucket: who has waited for the headers finds the bucket complete too. */
     if (status == PLC_OK) status = plc_bucket_ready(arena, signals);
     if (status == PLC_OK) status = plc_bucket_finish(arena, signals, timeout_ns);
     if (status != PLC_OK) return status;

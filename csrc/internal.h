@@ -8,9 +8,12 @@
  *   event count  a counter in shared memory that ranks wait on
  *
  * Design
- * One wait. Everything that blocks on a peer goes through wait_for (wait.c): it spins, then sleeps
+ * Waits. Collectives and buckets block on a peer only in wait_for (wait.c): it spins, then sleeps
  * on a futex in slices, and between slices checks for an abort, a peer that died or left, and the
- * deadline. So no collective has error handling of its own beyond returning the status.
+ * deadline. So no collective has error handling of its own beyond returning the status. Messages
+ * (message_queue.c) sleep on futexes as well; their progress thread makes the same checks for each
+ * of them. Flags (flags.c) belong to no communicator: they check the deadline and the other
+ * process, and have nothing to abort.
  *
  * Headers before data. Every collective starts with enter_and_compare (phases.c): each rank
  * publishes its call, all wait for each other, and each compares all calls. They see the same
@@ -146,9 +149,10 @@ void advance(event_count *event, uint32_t by); /* add and wake */
 void wake(event_count *event);
 bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left);
 int record_failure(plc_comm *comm, uint32_t status, int32_t rank);
-/* The deadline of rank `whose` passed while it, and this rank, needed others: those are recorded as
- * missing. */
-int record_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context);
+/* The deadline of `timed_out_rank` passed while it, and this rank, needed others: those are
+ * recorded as missing. */
+int record_timeout(plc_comm *comm, uint32_t timed_out_rank, needed_fn needed,
+                   const void *context);
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);

@@ -105,7 +105,7 @@ static void ring_consume(channel *c, uint64_t n) {
     atomic_store_explicit(&c->tail, at + n, memory_order_release);
 }
 
-static void ring_doorbell(plc_comm *comm, uint32_t rank) {
+static void wake_peer(plc_comm *comm, uint32_t rank) {
     advance(&comm->shared->records[rank].doorbell, 1);
 }
 
@@ -129,7 +129,7 @@ static bool send_some(plc_comm *comm, plc_message *m) {
         m->moved += n;
         moved = true;
     }
-    if (moved) ring_doorbell(comm, (uint32_t)m->peer);
+    if (moved) wake_peer(comm, (uint32_t)m->peer);
     return moved;
 }
 
@@ -278,11 +278,11 @@ static bool receive_some(plc_comm *comm, message_queue *queue, uint32_t source) 
                 moved = false;
                 break;
             }
-            ring_doorbell(comm, source); /* there is room again */
+            wake_peer(comm, source); /* there is room again */
             continue;
         }
         end_message(comm, queue, source);
-        ring_doorbell(comm, source);
+        wake_peer(comm, source);
     }
     return moved;
 }
@@ -336,7 +336,8 @@ static void find_gone_peers(const plc_comm *comm, gone_peers *who) {
 }
 
 /* PLC_OK while somebody may still answer this message. */
-static int outlook(const plc_comm *comm, const plc_message *m, const gone_peers *who, int64_t now) {
+static int message_status(const plc_comm *comm, const plc_message *m, const gone_peers *who,
+                          int64_t now) {
     bool left = false, any_lives = !who->any;
     for (uint32_t r = 0; r < comm->ranks && !any_lives; r++) {
         bool concerned = m->peer == PLC_ANY_SOURCE ? r != comm->rank : r == (uint32_t)m->peer;
@@ -363,7 +364,7 @@ static void fail_unanswerable(plc_comm *comm, message_queue *queue, plc_message 
     int64_t now = now_ns();
     for (plc_message *m = *list, *next; m != NULL; m = next) {
         next = m->next;
-        int status = outlook(comm, m, who, now);
+        int status = message_status(comm, m, who, now);
         if (status == PLC_OK) continue;
         for (uint32_t r = 0; r < comm->ranks; r++)
             if (queue->inflows[r].open && queue->inflows[r].target == m)
@@ -458,7 +459,7 @@ static int post_message(plc_comm *comm, plc_message *m, bool is_send) {
     if (status != PLC_OK) list_remove(is_send ? &queue->sends : &queue->receives, m);
     bool finished = m->finished;
     pthread_mutex_unlock(&queue->lock);
-    if (status == PLC_OK && !finished) ring_doorbell(comm, comm->rank);
+    if (status == PLC_OK && !finished) wake_peer(comm, comm->rank);
     return status;
 }
 
@@ -499,7 +500,7 @@ void message_queue_close(plc_comm *comm) {
     message_queue *queue = comm->messages;
     if (queue == NULL) return;
     atomic_store(&queue->stopping, true);
-    ring_doorbell(comm, comm->rank);
+    wake_peer(comm, comm->rank);
     if (queue->thread_started) pthread_join(queue->progress_thread, NULL);
     complete_all(&queue->sends, PLC_ABORTED);
     complete_all(&queue->receives, PLC_ABORTED);

@@ -1,4 +1,4 @@
-/* The one wait of the core: spin briefly, then sleep on a futex in slices. Between slices
+/* How collectives and buckets wait: spin briefly, then sleep on a futex in slices. Between slices
  * check_group looks for an abort, a peer that died or left, and the deadline.
  *
  * A failure is recorded twice: in the segment, where the first one wins and peers find it, and in
@@ -120,9 +120,11 @@ int record_failure(plc_comm *comm, uint32_t status, int32_t rank) {
     return publish_failure(comm, &failure);
 }
 
-int record_timeout(plc_comm *comm, uint32_t whose, needed_fn needed, const void *context) {
-    plc_failure failure = {
-        .status = PLC_TIMEOUT, .rank = (int32_t)whose, .sequence = atomic_load(&comm->sequence)};
+int record_timeout(plc_comm *comm, uint32_t timed_out_rank, needed_fn needed,
+                   const void *context) {
+    plc_failure failure = {.status = PLC_TIMEOUT,
+                           .rank = (int32_t)timed_out_rank,
+                           .sequence = atomic_load(&comm->sequence)};
     for (uint32_t r = 0; r < comm->ranks; r++)
         if (is_needed(comm, r, needed, context)) failure.missing[failure.missing_count++] = r;
     return publish_failure(comm, &failure);
@@ -140,19 +142,21 @@ int known_failure(plc_comm *comm) {
 
 /* A peer gave up waiting for ranks that this one waits for as well: the same timeout, reported
  * with who is missing. */
-static bool shares_timeout(plc_comm *comm, needed_fn needed, const void *context, uint32_t *whose) {
+static bool shares_timeout(plc_comm *comm, needed_fn needed, const void *context,
+                           uint32_t *timed_out_rank) {
     uint64_t packed = atomic_load_explicit(&comm->shared->failure, memory_order_acquire);
-    *whose = (uint32_t)rank_in(packed);
+    *timed_out_rank = (uint32_t)rank_in(packed);
     return status_in(packed) == PLC_TIMEOUT && atomic_load(&comm->failed) == PLC_OK &&
-           !atomic_load(&comm->leaving) && !is_needed(comm, *whose, needed, context);
+           !atomic_load(&comm->leaving) && !is_needed(comm, *timed_out_rank, needed, context);
 }
 
 static int check_group(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
                        needed_fn needed, const void *context) {
-    uint32_t whose;
+    uint32_t timed_out_rank;
     if (reached(event, target)) return PLC_OK;
-    if (shares_timeout(comm, needed, context, &whose))
-        return reached(event, target) ? PLC_OK : record_timeout(comm, whose, needed, context);
+    if (shares_timeout(comm, needed, context, &timed_out_rank))
+        return reached(event, target) ? PLC_OK
+                                      : record_timeout(comm, timed_out_rank, needed, context);
     int failure = known_failure(comm);
     if (failure != PLC_OK) return reached(event, target) ? PLC_OK : failure;
     for (uint32_t r = 0; r < comm->ranks; r++) {

@@ -249,12 +249,14 @@ PLC_API int plc_flag_wait(void *flag, uint32_t target, int pidfd, int64_t spin_n
 PLC_API void plc_hand_over(void *flag, uint64_t *notice, uint64_t first, uint64_t second,
                            uint32_t pieces, const uint64_t *to, const uint64_t *from,
                            const uint64_t *bytes);
-/* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then counts
- * itself in; whoever sees a bucket complete sees the headers all ranks wrote before it. Every rank
- * writes the same sequence of headers. Returns the header's number. */
+/* Headers: a few numbers that ride along, whatever they mean. A rank writes its header, then marks
+ * its arrival; whoever sees a bucket complete sees the headers all ranks wrote before it. Every
+ * rank writes the same sequence of headers, at most two of them before it finishes a bucket that it
+ * was ready for afterwards. Returns the header's number. */
 #define PLC_HEADER_NUMBERS 8
 PLC_API uint32_t plc_arena_write_header(plc_arena *arena, const double *header);
-/* All ranks' headers with this number, one of the last two: PLC_HEADER_NUMBERS per rank. */
+/* All ranks' headers with this number, one of the last two that this rank wrote; older ones may be
+ * overwritten. PLC_HEADER_NUMBERS per rank. */
 PLC_API void plc_arena_read_headers(plc_arena *arena, uint32_t number, double *out);
 /* From now on an average is the sum of every rank's numbers times its weight: one weight per rank,
  * the same on all ranks, set before this rank waits for a bucket. A rank whose weight is 0 brings

@@ -79,7 +79,7 @@ def save(
                 content = {name: _state_of(name, value) for name, value in state.items()}
                 _write(pathlib.Path(path), content)
     except Exception as error:
-        # The peers wait for the file: they must learn that it will not come.
+        # The peers wait for the file: they must learn that there will be none.
         ranks.share_outcome(f"{type(error).__name__}: {error}")
         raise
     ranks.share_outcome("")
@@ -133,7 +133,7 @@ def _state_of(name: str, value: Any) -> Any:
     if hasattr(value, "state_dict"):
         return value.state_dict()
     # An object of the script's own class would be refused when the file is checked, with a message
-    # about pickling; this one says what to do.
+    # about pickling; this one names the cure.
     if (
         hasattr(value, "__dict__")
         and not dataclasses.is_dataclass(value)

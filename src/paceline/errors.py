@@ -124,7 +124,7 @@ class NativeError(PacelineError):
 
 
 def describe_exit(exitcode: int | None) -> str:
-    """Say how a process ended, in words: "killed by SIGKILL", "exited with code 3", "ended"."""
+    """Say how a process ended, in words: "killed by SIGKILL", "exited with code 3"."""
     if exitcode is None:
         return "exited with unknown status"
     if exitcode >= 0:

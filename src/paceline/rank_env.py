@@ -13,7 +13,7 @@ this order, the first match wins:
 
 The schedulers below the first line are looked at even when the first matched, to notice a
 contradiction: four processes that all read a left-over `RANK=0 WORLD_SIZE=1` would each train alone
-and nobody would know.
+and the mistake would go unnoticed.
 
 `current_rank_and_world` is the question everything else asks, before and after a group exists.
 """
@@ -53,10 +53,10 @@ class RankEnv:
 
 def current_rank_and_world() -> tuple[int, int]:
     """This process's rank and the number of ranks: of the default group if there is one, else as
-    the environment says, else (0, 1).
+    the environment describes, else (0, 1).
 
     Does not import torch: without torch.distributed loaded there is no group. Raises `ConfigError`
-    if the environment is half set or contradicts itself.
+    if the environment is incomplete or contradicts itself.
     """
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
@@ -66,8 +66,8 @@ def current_rank_and_world() -> tuple[int, int]:
 
 
 def find_rank_env(environ: Mapping[str, str]) -> RankEnv:
-    """The rank the environment describes. Raises `ConfigError` if it is half set or contradicts
-    itself.
+    """The rank the environment describes. Raises `ConfigError` if it is incomplete or
+    contradicts itself.
     """
     variables = _Variables(environ)
     explicit = _from_rank_and_world(variables)
@@ -126,8 +126,8 @@ def _from_rank_and_world(variables: _Variables) -> RankEnv | None:
     if rank is None or world is None:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
         raise ConfigError(
-            f"half of the environment is missing: {variables.show(*names)}. Set both RANK and "
-            "WORLD_SIZE, or neither; `paceline run` and torchrun set them for you"
+            f"only one of RANK and WORLD_SIZE is set: {variables.show(*names)}. Set both, or "
+            "neither; `paceline run` and torchrun set them for you"
         )
     return RankEnv(
         _launcher(variables),
@@ -187,8 +187,8 @@ def _from_slurm(variables: _Variables) -> RankEnv | None:
     if address is None and nodes != 1 and hosts:
         address = expand_hostlist(hosts)[0]
     if port is None and nodes != 1 and job is not None:
-        # Every task must come to the same port without talking: one of the upper range, spread by
-        # job and step.
+        # Every task must choose the same port without communicating: one of the upper range, spread
+        # by job and step.
         port = 29500 + (job * 31 + sum(map(ord, step or ""))) % 20000
     local_world = world if nodes == 1 else _tasks_on_this_node(variables)
     return RankEnv(
@@ -237,10 +237,10 @@ def _check_agreement(variables: _Variables, explicit: RankEnv, scheduler: RankEn
     if same or explicit.world_size > scheduler.world_size:
         return
     raise ConfigError(
-        f"two launchers disagree about this process: RANK and WORLD_SIZE say rank {explicit.rank} "
-        f"of {explicit.world_size}, {scheduler.source} says rank {scheduler.rank} of "
-        f"{scheduler.world_size} ({variables.read()}). Unset RANK and WORLD_SIZE to use "
-        f"{scheduler.source}'s"
+        "two launchers disagree about this process: RANK and WORLD_SIZE give rank "
+        f"{explicit.rank} of {explicit.world_size}, {scheduler.source} gives rank "
+        f"{scheduler.rank} of {scheduler.world_size} ({variables.read()}). "
+        f"Unset RANK and WORLD_SIZE to use {scheduler.source}'s"
     )
 
 

@@ -423,7 +423,7 @@ def test_wrong_arguments_say_what_is_wrong():
         init_group("paceline")
         with pytest.raises(ConfigError, match="float8"):
             dist.all_reduce(torch.ones(2).to(torch.float8_e4m3fn))
-        with pytest.raises(ConfigError, match="does not support this data type"):
+        with pytest.raises(ConfigError, match="does not support BAND of float32"):
             dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND)
         with pytest.raises(ConfigError, match="must be 2 numbers that add up to the 3 rows"):
             dist.group.WORLD.all_to_all_single(

@@ -40,7 +40,7 @@ def test_as_text_for_people():
 
 def test_a_half_set_environment_is_not_healthy():
     text = _doctor("--no-smoke-test", code=1, env={"RANK": "3"})
-    assert "half of the environment is missing" in text
+    assert "only one of RANK and WORLD_SIZE is set" in text
     assert text.splitlines()[-1].startswith("NOT healthy")
 
 

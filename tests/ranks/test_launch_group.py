@@ -120,7 +120,7 @@ def test_a_missing_rank_is_named_by_all_that_came(port, tmp_path):
         )
         os.environ["PACELINE_JOIN_TIMEOUT"] = "3"
         with pytest.raises(
-            CollectiveTimeout, match=r"world of 3.*but rank 1 did not come"
+            CollectiveTimeout, match=r"world of 3.*but rank 1 did not join"
         ) as caught:
             paceline.init_process_group("gloo")
         return caught.value.missing
@@ -257,7 +257,7 @@ def test_arguments_of_torch_s_function_are_passed_on():
 
 def test_arguments_that_contradict_the_environment():
     def join(rank, world):
-        with pytest.raises(ConfigError, match=r"rank=7\) contradicts .* which says rank 0 of 1"):
+        with pytest.raises(ConfigError, match=r"rank=7\) contradicts .* which gives rank 0 of 1"):
             paceline.init_process_group(world_size=9, rank=7)
         _become({})
         with pytest.raises(ConfigError, match="needs both numbers and an address to meet at"):

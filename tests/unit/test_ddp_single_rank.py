@@ -210,8 +210,8 @@ def test_without_a_group_the_message_says_what_to_do():
     ("options", "message"),
     [
         ({"bucket_size": 3}, "no argument bucket_size"),
-        ({"average": "mean"}, "average='mean'"),
-        ({"on_error": "ignore"}, "on_error='ignore'"),
+        ({"average": "mean"}, "average must be .* got 'mean'"),
+        ({"on_error": "ignore"}, "on_error must be .* got 'ignore'"),
         ({"device_ids": [0, 1]}, "single element"),
         ({"device_ids": [0]}, "only work with modules on one accelerator"),
         ({"param_to_hook_all_reduce": torch.nn.Parameter(torch.ones(1))}, "at the same time"),

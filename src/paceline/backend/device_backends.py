@@ -55,8 +55,8 @@ def _make(name: str, store: Store, options: Any) -> Any:
     plugin = backend_plugin(name)
     if plugin is None:
         raise ConfigError(
-            f"backend {name!r} is not known beside paceline; known: gloo, nccl, xccl and "
-            "registered ones"
+            f"unknown backend {name!r} in the backend string; available: gloo, nccl, xccl and "
+            "backends registered with torch.distributed.Backend.register_backend"
         )
     if not plugin.extended_api:
         return plugin.creator_fn(*membership, options.timeout)

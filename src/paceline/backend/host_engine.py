@@ -308,7 +308,7 @@ def core_dtype(tensor: torch.Tensor) -> int:
         return DTYPE_CODES[tensor.dtype]
     except KeyError:
         raise ConfigError(
-            f"{tensor.dtype} cannot be reduced: torch itself does not add it"
+            f"{tensor.dtype} cannot be reduced in torch; cast the tensor first"
         ) from None
 
 

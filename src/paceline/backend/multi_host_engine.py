@@ -145,7 +145,7 @@ class _Links:
         if group is None:
             raise GroupAborted(
                 "a call of this group failed before, and its connections to the other hosts were "
-                "closed; destroy the group and init anew"
+                "closed; call destroy_process_group(), then init_process_group() again"
             )
         return group
 
@@ -256,7 +256,9 @@ class MultiHostEngine:
         nothing = tensor.new_empty(0)
         sent = [tensor if r == root else nothing for r in range(self.size)]
         received = outputs or [nothing] * self.size
-        return self._compared(header, lambda call: call.exchange(received, sent), wait, timeout_ns)
+        return self._compared(
+            header, lambda call: call.exchange(received, sent, header), wait, timeout_ns
+        )
 
     def scatter(
         self,
@@ -272,7 +274,9 @@ class MultiHostEngine:
         nothing = output.new_empty(0)
         sent = inputs or [nothing] * self.size
         received = [output if r == root else nothing for r in range(self.size)]
-        return self._compared(header, lambda call: call.exchange(received, sent), wait, timeout_ns)
+        return self._compared(
+            header, lambda call: call.exchange(received, sent, header), wait, timeout_ns
+        )
 
     def alltoall(
         self,
@@ -285,7 +289,9 @@ class MultiHostEngine:
         self._check_one_per_rank("all_to_all", outputs)
         self._check_one_per_rank("all_to_all", inputs)
         header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
-        return self._compared(header, lambda call: call.exchange(outputs, inputs), wait, timeout_ns)
+        return self._compared(
+            header, lambda call: call.exchange(outputs, inputs, header), wait, timeout_ns
+        )
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
@@ -294,13 +300,19 @@ class MultiHostEngine:
     # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         work = self._links.all_ranks.send([_as_bytes(tensor)], peer, abs(tag))
-        return _GlooTicket(work, tensor, timeout_ns)
+        return _GlooTicket(work, tensor, timeout_ns, self._name_of("send to", peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         gloo, buffer = self._links.all_ranks, [_as_bytes(tensor)]
         if peer == ANY_SOURCE:
-            return _GlooTicket(gloo.recv_anysource(buffer, abs(tag)), tensor, timeout_ns)
-        return _GlooTicket(gloo.recv(buffer, peer, abs(tag)), tensor, timeout_ns)
+            work = gloo.recv_anysource(buffer, abs(tag))
+        else:
+            work = gloo.recv(buffer, peer, abs(tag))
+        return _GlooTicket(work, tensor, timeout_ns, self._name_of("recv from", peer, tag))
+
+    def _name_of(self, call: str, peer: int, tag: int) -> str:
+        who = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
+        return f"rank {self.rank}: {call} {who} (tag {tag})"
 
     # Through the store: Gloo closes its connections when a receive is given up.
     def post_signal(self, peer: int, number: int, timeout_ns: int) -> None:
@@ -312,7 +324,8 @@ class MultiHostEngine:
             self._signals.wait([f"{peer}/{self.rank}/{number}"], limit)
         except Exception as error:  # each store has its own type for a timeout
             raise CollectiveTimeout(
-                f"rank {self.rank}: no signal from rank {peer} within {limit.total_seconds():g} s",
+                f"rank {self.rank}: rank {peer} sent no monitored_barrier signal within "
+                f"{limit.total_seconds():g} s",
                 missing=[peer],
             ) from error
 
@@ -408,8 +421,8 @@ class _Operation:
                 f"{text}"
             )
         return PeerLost(
-            f"rank {rank}: the connection to a rank on another host was lost: {text}. Its own "
-            "output tells why"
+            f"rank {rank}: the connection to a rank on another host was lost: {text}. See that "
+            "rank's output for the cause"
         )
 
     def _left_ns(self) -> int:
@@ -575,19 +588,26 @@ class _Operation:
                 self._share_slices(whole, slices[index].clone(), length)
                 chunk.copy_(whole[: chunk.numel()])
 
-    def exchange(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Every rank sends every other something, of any size, over Gloo."""
+    def exchange(
+        self,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        header: CallRecord,
+    ) -> None:
+        """Every rank sends every other something, of any size, over Gloo. `header`: of the call
+        that does this, for errors.
+        """
         sent = torch.cat([_as_bytes(tensor) for tensor in inputs])
         sizes = [_as_bytes(tensor).numel() for tensor in outputs]
         in_sizes = [_as_bytes(tensor).numel() for tensor in inputs]
         received = torch.empty(sum(sizes), dtype=torch.uint8)
-        self._check_sizes(sizes, in_sizes)
+        self._check_sizes(sizes, in_sizes, Kind.NAMES[header.kind])
         options = self._options(dist.AllToAllOptions())
         self._links.all_ranks.alltoall_base(received, sent, sizes, in_sizes, options).wait()
         for output, part in zip(outputs, received.split(sizes), strict=True):
             _as_bytes(output).copy_(part)
 
-    def _check_sizes(self, wanted: list[int], sent: list[int]) -> None:
+    def _check_sizes(self, wanted: list[int], sent: list[int], call: str) -> None:
         """Every rank sees what each sends to and expects from each, so that all reach the same
         conclusion.
         """
@@ -602,8 +622,9 @@ class _Operation:
             source, goal = (sizes_sent != sizes_wanted).nonzero()[0].tolist()
             sends, expects = int(sizes_sent[source, goal]), int(sizes_wanted[source, goal])
             raise MismatchError(
-                f"rank {source} sends {sends} bytes to rank {goal}, which expects {expects}",
-                {source: f"sends {sends}", goal: f"wants {expects}"},
+                f"{call}: rank {source} sends {sends} bytes to rank {goal}, which expects "
+                f"{expects}; give tensors of the same size and type on both sides",
+                {source: f"sends {sends}", goal: f"expects {expects}"},
             )
 
 
@@ -657,8 +678,8 @@ class _FutureTicket:
 class _GlooTicket:
     """A message in progress. Gloo gives a time limit to the wait, not to the message."""
 
-    def __init__(self, work: Work, keep: torch.Tensor, timeout_ns: int) -> None:
-        self._work, self._keep, self._timeout_ns = work, keep, timeout_ns
+    def __init__(self, work: Work, keep: torch.Tensor, timeout_ns: int, name: str) -> None:
+        self._work, self._keep, self._timeout_ns, self._name = work, keep, timeout_ns, name
 
     def wait(self, timeout_ns: int = -1) -> bool:
         limit_ns = timeout_ns if timeout_ns > 0 else self._timeout_ns
@@ -669,7 +690,7 @@ class _GlooTicket:
                 self._work.wait()
         except RuntimeError as error:
             kind = CollectiveTimeout if _is_timeout(str(error)) else PeerLost
-            raise kind(f"a message between hosts failed: {error}") from error
+            raise kind(f"{self._name} over Gloo failed: {error}") from error
         return True
 
     def done(self) -> bool:

@@ -84,7 +84,10 @@ class PendingWork(NotifiesOnDrop, Work):
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._await_end(timeout_to_ns(timeout)):
-            raise CollectiveTimeout(f"the call was not done within the {timeout} given to wait()")
+            raise CollectiveTimeout(
+                f"the call did not complete within {timeout} (the limit given to wait()); it is "
+                "still running"
+            )
         if self._error is not None:
             raise self._error
         return True

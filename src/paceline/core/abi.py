@@ -46,6 +46,10 @@ class Status:
     OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
         range(11)
     )
+    NAMES = (
+        *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
+        *("PENDING", "SIZE", "NESTED"),
+    )
 
 
 class Kind:

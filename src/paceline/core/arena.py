@@ -13,8 +13,8 @@ same bits on every rank, and may be written again at once.
 A bucket that is too large to be worth copying stays in the ranks' own memory, and they wait for
 each other:
 
-    # room to carry it across, then the numbers at the address become the result
-    arena.define_external(1, offset=4096, room=65536, count=10**7, dtype=FLOAT32, op=SUM)
+    # a staging area to carry it across, then the numbers at the address become the result
+    arena.define_external(1, offset=4096, staging_bytes=65536, count=10**7, dtype=FLOAT32, op=SUM)
     arena.reduce_external(1, address)
 
 Headers are a few numbers of every rank that ride along with a bucket. What they mean is the
@@ -76,16 +76,17 @@ class BucketArena:
         """
         if bytes_per_rank <= 0 or buckets <= 0:
             raise ConfigError(
-                f"an arena needs room and buckets, got {bytes_per_rank} bytes and {buckets} buckets"
+                "bytes_per_rank and buckets must be positive, got "
+                f"bytes_per_rank={bytes_per_rank} and buckets={buckets}"
             )
         core = abi.library()
         nbytes = core.plc_arena_bytes(comm.size, bytes_per_rank, buckets)
         handle = C.c_void_p()
 
         def total(numbers: Sequence[int]) -> Sequence[int]:
-            found = array("q", numbers)
-            comm.allreduce(found.buffer_info()[0], len(found), _INT64, _SUM)
-            return found
+            sums = array("q", numbers)
+            comm.allreduce(sums.buffer_info()[0], len(sums), _INT64, _SUM)
+            return sums
 
         with agreed_descriptor(
             total, comm.rank, comm.size, lambda descriptor: _reserve(descriptor, nbytes)
@@ -115,21 +116,22 @@ class BucketArena:
             )
 
     def define_external(
-        self, index: int, offset: int, room: int, count: int, dtype: int, op: int
+        self, index: int, offset: int, staging_bytes: int, count: int, dtype: int, op: int
     ) -> None:
-        """Bucket `index` stays in the ranks' own memory; `room` bytes of the arena carry it across.
-        See `define`.
+        """Bucket `index` stays in the ranks' own memory; `staging_bytes` of the arena carry it
+        across. See `define`.
         """
         if (
             abi.library().plc_bucket_define_external(
-                self._handle, index, offset, room, count, dtype, op
+                self._handle, index, offset, staging_bytes, count, dtype, op
             )
             != Status.OK
         ):
             raise ConfigError(
-                f"bucket {index} of {self.buckets} cannot be carried across by {room} bytes at "
-                f"byte {offset} of an arena of {self.nbytes} bytes for {self._comm.size} ranks, "
-                "was used already, or its type cannot be reduced this way"
+                f"bucket {index} of {self.buckets}: the staging area of {staging_bytes} bytes at "
+                f"offset {offset} (arena of {self.nbytes} bytes, {self._comm.size} ranks) is too "
+                "small, too large or misaligned, the bucket was used already, or its type cannot "
+                "be reduced this way"
             )
 
     def reduce_external(self, index: int, address: int, timeout_ns: int = -1) -> None:
@@ -179,7 +181,7 @@ class BucketArena:
         return self._number.value, status == Status.OK
 
     def headers(self, number: int) -> list[list[float]]:
-        """Every rank's header with this number, one of the last two."""
+        """Every rank's header with this number: one of the last two that this rank wrote."""
         self._read_headers(self._handle, number, self._all_headers)
         flat = list(self._all_headers)
         return [flat[at : at + HEADER_NUMBERS] for at in range(0, len(flat), HEADER_NUMBERS)]
@@ -211,7 +213,7 @@ def _reserve(descriptor: int, nbytes: int) -> None:
         os.posix_fallocate(descriptor, 0, nbytes)
     except OSError as error:
         raise NativeError(
-            f"no room for {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free "
+            f"cannot allocate {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free "
             "memory, raise the memory limit of the container, or use smaller models or fewer ranks "
             "on this host"
         ) from error

@@ -32,6 +32,7 @@ from paceline.failure_channel import peer_failed
 __all__ = ["CallErrors", "calls_mismatch", "describe_call"]
 
 _EXIT_WAIT_MS = 300
+_START_AGAIN = "call destroy_process_group(), then init_process_group() again"
 
 
 class _Membership(Protocol):
@@ -56,15 +57,22 @@ class CallErrors:
         self._pid_watch = pid_watch
 
     # --- collectives ------------------------------------------------------------------------------
-    def of_call(self, status: int, kind: int, timeout_ns: int = -1) -> Exception:
-        """The exception for a status of a collective of this kind, called with this time limit."""
+    def of_call(
+        self,
+        status: int,
+        kind: int,
+        timeout_ns: int = -1,
+        reduction: tuple[int, int] | None = None,
+    ) -> Exception:
+        """The exception for a status of a collective of this kind, called with this time limit.
+
+        `reduction`: the call's dtype and op, if it reduces.
+        """
         call = Kind.NAMES[kind]
         if status == Status.MISMATCH:
             return self._mismatch()
         if status == Status.INVALID:
-            return ConfigError(
-                f"rank {self._me}: {call} does not support this data type with this operation"
-            )
+            return self._unsupported(call, reduction)
         if status == Status.NESTED:
             return ConfigError(
                 f"rank {self._me}: {call} was called by a signal handler in the middle of another "
@@ -80,9 +88,9 @@ class CallErrors:
 
     def error_text_of(self, local: int) -> str:
         """The error that a rank of this host published; "" if it published none."""
-        room = C.create_string_buffer(ERROR_TEXT_BYTES)
-        length = self._core.plc_comm_error_text(self._comm.handle, local, room, ERROR_TEXT_BYTES)
-        return room.raw[:length].decode(errors="replace")
+        buffer = C.create_string_buffer(ERROR_TEXT_BYTES)
+        length = self._core.plc_comm_error_text(self._comm.handle, local, buffer, ERROR_TEXT_BYTES)
+        return buffer.raw[:length].decode(errors="replace")
 
     @property
     def _me(self) -> int:
@@ -95,6 +103,15 @@ class CallErrors:
         failure = abi.Failure()
         self._core.plc_comm_failure(self._comm.handle, C.byref(failure))
         return failure
+
+    def _unsupported(self, call: str, reduction: tuple[int, int] | None) -> ConfigError:
+        if reduction is None:
+            return ConfigError(f"rank {self._me}: {call} does not support these arguments")
+        dtype, op = reduction
+        return ConfigError(
+            f"rank {self._me}: {call} does not support {OP_NAMES[op]} of {DTYPE_NAMES[dtype]}; "
+            "use another operation or cast the tensor first"
+        )
 
     def _mismatch(self) -> MismatchError:
         records = (CallRecord * len(self._pids))()
@@ -111,10 +128,11 @@ class CallErrors:
         if status == Status.PEER_LEFT:
             return self._peer_left(failure.rank, where)
         known = 0 <= failure.rank < len(self._pids)
-        by = f"rank {self._name(failure.rank)}" if known else "a peer"
+        peer = f"rank {self._name(failure.rank)}" if known else "a peer"
         return GroupAborted(
-            f"rank {self._me} stopped {where}: {by} aborted the group or gave up waiting; see its "
-            "error. The group cannot be used again: destroy it and init anew"
+            f"rank {self._me} stopped {where}: {peer} aborted the group or timed out; see "
+            f"{peer if known else 'that peer'}'s error. This group can no longer be used; "
+            f"{_START_AGAIN}"
         )
 
     def _limit_s(self, timeout_ns: int) -> float:
@@ -122,11 +140,11 @@ class CallErrors:
 
     def _timeout(self, failure: abi.Failure, where: str, limit_s: float) -> CollectiveTimeout:
         missing = [failure.missing[i] for i in range(failure.missing_count)]
-        whose = self._name(failure.rank)
-        ours = whose == self._me
+        timed_out_rank = self._name(failure.rank)
+        ours = timed_out_rank == self._me
         stopped = "" if ours else f"rank {self._me} stopped {where}: "
         return CollectiveTimeout(
-            f"{stopped}rank {whose} reached the timeout of {limit_s:g} s "
+            f"{stopped}rank {timed_out_rank} reached the timeout of {limit_s:g} s "
             f"{where if ours else 'in the same call'}, waiting for "
             + "; ".join(f"rank {self._name(r)} ({self._condition(r)})" for r in missing)
             + ". Give the late rank more time (`timeout=` of init_process_group) or see where it "
@@ -151,12 +169,12 @@ class CallErrors:
         pid, name = self._pids[local], self._name(local)
         code = self._exit_code_when_ended(pid)
         error_text = self.error_text_of(local)
-        why = "Its own output tells why; this"
+        cause = "See that rank's output for the cause. "
         if error_text:
-            why = f"The error that it published:\n{error_text.rstrip()}\nThis"
+            cause = f"The error that it published:\n{error_text.rstrip()}\n"
         return PeerLost(
-            f"rank {name} (pid {pid}) was lost while rank {self._me} waited for it {where}: it "
-            f"{describe_exit(code)}. {why} group cannot be used again",
+            f"rank {name} (pid {pid}) was lost ({describe_exit(code)}) while rank {self._me} "
+            f"waited for it {where}. {cause}This group can no longer be used; {_START_AGAIN}",
             rank=name,
             pid=pid,
             exitcode=code,
@@ -212,7 +230,8 @@ class CallErrors:
         state = f" ({self._condition(message.peer)})" if known else ""
         return CollectiveTimeout(
             f"rank {self._me}: {what}{state} did not finish in "
-            f"{self._limit_s(message.timeout_ns):g} s",
+            f"{self._limit_s(message.timeout_ns):g} s. Check that the peer makes the matching call "
+            "with the same tag, or pass a longer timeout",
             missing=[self._name(message.peer)] if known else [],
         )
 
@@ -233,11 +252,11 @@ def calls_mismatch(calls: dict[int, CallRecord]) -> MismatchError:
     """The exception for calls, or definitions of a bucket, that differ; by rank."""
     values = {rank: describe_call(call) for rank, call in sorted(calls.items())}
     lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
-    found = "made different calls"
+    problem = "made different calls"
     cure = "All ranks of a group must make the same calls in the same order with matching sizes"
     if any(call.kind == Kind.BUCKET for call in calls.values()):
-        found, cure = "defined a bucket differently", "All ranks must define the same buckets"
-    return MismatchError(f"the ranks {found}, nothing was exchanged:\n{lines}\n{cure}", values)
+        problem, cure = "defined a bucket differently", "All ranks must define the same buckets"
+    return MismatchError(f"the ranks {problem}, nothing was exchanged:\n{lines}\n{cure}", values)
 
 
 def describe_call(call: CallRecord) -> str:

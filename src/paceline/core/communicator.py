@@ -7,6 +7,7 @@ core other than OK becomes an exception of `paceline.errors`, see `call_errors`.
 from __future__ import annotations
 
 import ctypes as C
+import errno
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,8 @@ _SPIN_NS = 100_000
 _SPIN_NS_OVERSUBSCRIBED = 2_000
 # Half of the room, so that the error that ends a rank fits beside that of a thread.
 _MAX_ERROR_BYTES = ERROR_TEXT_BYTES // 2
+
+_SAME_VERSION = "; check that all ranks run the same version of paceline"
 
 _pid_watch = PidWatch()
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
@@ -115,7 +118,8 @@ class Communicator:
         size = len(ranks)
         if size > abi.MAX_RANKS:
             raise ConfigError(
-                f"{size} ranks on one host; shared memory serves at most {abi.MAX_RANKS}"
+                f"{size} ranks on this host, but the paceline backend supports at most "
+                f"{abi.MAX_RANKS}; use fewer ranks or backend='gloo'"
             )
         if pids is None:
             answers = exchange(
@@ -127,7 +131,7 @@ class Communicator:
         def prepare(descriptor: int, nonce: tuple[int, int]) -> None:
             _check(
                 core.plc_segment_format(descriptor, size, config, (C.c_uint64 * 2)(*nonce)),
-                "format the segment",
+                "format the shared-memory segment",
             )
 
         handle = C.c_void_p()
@@ -139,7 +143,7 @@ class Communicator:
                 descriptor,
                 nonce,
             ):
-                descriptors = _watch(watched, local)
+                descriptors = _watch(watched, local, ranks)
                 status = core.plc_comm_join(
                     descriptor,
                     None,
@@ -152,7 +156,7 @@ class Communicator:
                 )
                 if status != Status.OK:
                     _unwatch(watched, local)
-                _check(status, "join the segment")
+                _check(status, "join the shared-memory segment")
                 comm = cls(handle, local, watched, ranks, timeout)
             status = core.plc_comm_probe_direct_reads(handle, allow_direct)
             if status:
@@ -236,13 +240,13 @@ class Communicator:
         """Reduce `count` elements in place."""
         status = self._allreduce(self._handle or self.handle, address, count, dtype, op, timeout_ns)
         if status:
-            raise self.error(status, Kind.ALLREDUCE, timeout_ns)
+            raise self.error(status, Kind.ALLREDUCE, timeout_ns, (dtype, op))
 
     def run(self, request: Request) -> None:
         """Run one collective to its end."""
         status = self._run(self.handle, request)
         if status:
-            raise self.error(status, request.kind, request.timeout_ns)
+            raise self._request_error(status, request)
 
     def submit(self, request: Request) -> None:
         """Start one collective; it runs after those submitted before. Keep `request` alive until it
@@ -250,7 +254,7 @@ class Communicator:
         """
         status = self._core.plc_submit(self.handle, request)
         if status:
-            raise self.error(status, request.kind, request.timeout_ns)
+            raise self._request_error(status, request)
 
     def wait(self, request: Request, timeout_ns: int = -1) -> bool:
         """Wait for a submitted collective; False if `timeout_ns` passed first."""
@@ -258,7 +262,7 @@ class Communicator:
         if status == Status.PENDING:
             return False
         if status:
-            raise self.error(status, request.kind, request.timeout_ns)
+            raise self._request_error(status, request)
         return True
 
     # --- messages ---------------------------------------------------------------------------------
@@ -277,9 +281,24 @@ class Communicator:
             raise self._errors.of_message(status, message, is_send=bool(message.is_send))
         return True
 
-    def error(self, status: int, kind: int, timeout_ns: int = -1) -> Exception:
-        """The exception for a status of the core, about a call of this kind."""
-        return self._errors.of_call(status, kind, timeout_ns)
+    def error(
+        self,
+        status: int,
+        kind: int,
+        timeout_ns: int = -1,
+        reduction: tuple[int, int] | None = None,
+    ) -> Exception:
+        """The exception for a status of the core, about a call of this kind; `reduction` is its
+        dtype and op, if it reduces.
+        """
+        return self._errors.of_call(status, kind, timeout_ns, reduction)
+
+    def _request_error(self, status: int, request: Request) -> Exception:
+        reduces = request.kind in (Kind.ALLREDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+        if request.kind == Kind.REDUCE and not 0 <= request.root < self.size:
+            reduces = False  # it is the root that is wrong
+        reduction = (request.dtype, request.op) if reduces else None
+        return self.error(status, request.kind, request.timeout_ns, reduction)
 
 
 def _config(
@@ -298,13 +317,20 @@ def _config(
 
 
 def _check(status: int, step: str) -> None:
+    if status == Status.OK:
+        return
+    reason, cure = f"status {Status.NAMES[status]}", _SAME_VERSION
     if status == Status.SYSTEM:
-        raise NativeError(f"could not {step}: {os.strerror(C.get_errno())}")
-    if status != Status.OK:
-        raise NativeError(f"could not {step}: status {status}")
+        code = C.get_errno()
+        reason = os.strerror(code)
+        if code == errno.EPROTO:  # plc_comm_join: a segment of another layout
+            reason = "it has a different layout than this rank expects"
+        else:
+            cure = ""
+    raise NativeError(f"could not {step}: {reason}{cure}")
 
 
-def _watch(pids: Sequence[int], mine: int) -> list[int]:
+def _watch(pids: Sequence[int], mine: int, names: Sequence[int]) -> list[int]:
     """A descriptor per peer, to notice its end. A peer that has ended already is an error now."""
     descriptors: list[int] = []
     for index, pid in enumerate(pids):
@@ -313,7 +339,10 @@ def _watch(pids: Sequence[int], mine: int) -> list[int]:
         except ProcessLookupError as error:
             _unwatch(pids[:index], mine)
             raise PeerLost(
-                f"process {pid}, a rank of this group, ended before the group was ready", pid=pid
+                f"rank {names[index]} (pid {pid}) exited while the group was being created; see "
+                "its output",
+                rank=names[index],
+                pid=pid,
             ) from error
     return descriptors
 

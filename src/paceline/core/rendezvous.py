@@ -48,7 +48,7 @@ def shared_descriptor(
             created = _create_segment()
             prepare(created, nonce)
             store.set(f"{topic}/segment", f"{os.getpid()} {created} {nonce[0]} {nonce[1]}")
-        purpose = f"the shared memory that rank {leader} makes"
+        purpose = f"the shared-memory segment that rank {leader} creates"
         segment = wait_for_peer(
             store, f"{topic}/segment", rank, leader, timeout, pids or {}, purpose
         )
@@ -82,7 +82,8 @@ def agreed_descriptor(
         pid, number = sum_over_ranks([os.getpid(), created] if is_owner else [0, 0])
         if pid == 0:
             raise error or NativeError(
-                "the first rank of this host could not make shared memory; its error says why"
+                "the first rank of this host could not create the shared-memory segment; see its "
+                "error"
             )
         with (
             _failing_on_all_summed(sum_over_ranks, rank, size),
@@ -125,8 +126,8 @@ def _failing_on_all_summed(sum_over_ranks: SumOverRanks, rank: int, size: int) -
     failed_ranks = [other for other, count in enumerate(sum_over_ranks(failed)) if count]
     if failed_ranks:
         raise NativeError(
-            f"{format_ranks(failed_ranks)} of this host could not map the shared memory; "
-            "their errors say why"
+            f"{format_ranks(failed_ranks)} of this host could not map the shared-memory segment; "
+            f"see {'its error' if len(failed_ranks) == 1 else 'their errors'}"
         )
 
 

@@ -157,7 +157,9 @@ def wait_for_peer(
         if (ended := peers.first_ended([peer])) is not None:
             raise _peer_lost(rank, *ended)
     raise CollectiveTimeout(
-        f"rank {rank} waited {timeout.total_seconds():g} s for {purpose}", missing=[peer]
+        f"rank {rank} waited {timeout.total_seconds():g} s for {purpose}; see the output of rank "
+        f"{peer} for the cause, or pass a longer timeout",
+        missing=[peer],
     )
 
 
@@ -171,17 +173,17 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_missing(missing: list[int], rank: int, size: int, timeout: timedelta) -> str:
     return (
-        f"rank {rank} waited {timeout.total_seconds():g} s for {format_ranks(missing)} of {size} "
-        "to join the group, but they never came. Look at their output; were all "
-        f"{size} ranks started?"
+        f"rank {rank}: {format_ranks(missing)} of {size} did not join the group within "
+        f"{timeout.total_seconds():g} s; see {'its' if len(missing) == 1 else 'their'} output, and "
+        f"check that all {size} ranks were started"
     )
 
 
 def _peer_lost(rank: int, peer: int, pid: int) -> PeerLost:
     code = exit_code_of(pid, -1)
     return PeerLost(
-        f"rank {peer} (pid {pid}) was lost before the group was ready, while rank {rank} waited "
-        f"for it: {describe_exit(code)}. Its own output says why",
+        f"rank {peer} (pid {pid}) was lost ({describe_exit(code)}) while rank {rank} waited for it "
+        "to join the group; see its output",
         rank=peer,
         pid=pid,
         exitcode=code,
@@ -199,7 +201,7 @@ def _store_loss_as_peer_lost(rank: int) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0]
         raise PeerLost(
             f"rank {rank} lost the store through which ranks meet: the process that serves it - "
-            f"rank 0 or the launcher - ended ({reason}). Look at its output first"
+            f"rank 0 or the launcher - ended ({reason}). See its output first"
         ) from error
 
 

@@ -117,8 +117,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
 def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     """Rank and world size, with what is None taken from the default group or the launcher.
 
-    Unlike `GlobalBatchSampler`, it refuses to guess a single process where nothing says so: torch's
-    sampler does, and a forgotten init_process_group would train every rank on everything.
+    Unlike `GlobalBatchSampler`, it does not assume a single process when neither a group nor a
+    launcher is there: torch's sampler raises, too, and a forgotten init_process_group would train
+    every rank on everything.
     """
     if rank is not None and num_replicas is not None:
         return check_rank(rank, num_replicas)

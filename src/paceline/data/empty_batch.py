@@ -20,8 +20,8 @@ from paceline.errors import ConfigError
 __all__ = ["empty_batch"]
 
 _PROBLEM = (
-    "this rank's share of the last global batch has no samples, and your batches cannot be cut to "
-    "zero samples"
+    "this rank's share of the last global batch has no samples, and no empty batch can be derived "
+    "from the output of your collate_fn"
 )
 _CURE = (
     "Give the loader `empty_batch=function`, which makes a batch of zero samples from a batch of "
@@ -37,7 +37,7 @@ def empty_batch(single: Any, double: Any) -> Any:
     """
     if type(single) is not type(double):
         raise ConfigError(
-            f"{_PROBLEM}: one sample makes {type(single).__name__} and two make "
+            f"{_PROBLEM}: one sample gives {type(single).__name__} and two give "
             f"{type(double).__name__}. {_CURE}"
         )
     if isinstance(single, torch.Tensor):
@@ -48,7 +48,7 @@ def empty_batch(single: Any, double: Any) -> Any:
         return _empty_sequence(single, double)
     if single is None or isinstance(single, str | bytes | numbers.Number):
         return single
-    raise ConfigError(f"{_PROBLEM}: they hold {type(single).__name__}. {_CURE}")
+    raise ConfigError(f"{_PROBLEM}: it holds {type(single).__name__}. {_CURE}")
 
 
 def _empty_tensor(single: torch.Tensor, double: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class ExactSum:
         self.terms = []
         while (term := _fsum(rest)) != 0.0:
             self.terms.append(term)
-            # Nothing can be subtracted from an infinity or a NaN; the term itself says it all.
+            # Nothing can be subtracted from an infinity or a NaN; the term itself is the sum.
             if not math.isfinite(term):
                 return
             rest.append(-term)

@@ -88,6 +88,14 @@ class AutogradHooks:
                     continue
                 self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
+    def hook_few_parameters(self) -> None:
+        """From the next `install` on: only where a gradient has to be noticed before the end of
+        backward.
+        """
+        # A hook is a call from the engine into Python, for every parameter in every backward. The
+        # gradients themselves show at the end what has arrived (`Bucket.arrived`).
+        self.hooks_every_parameter = False
+
     def _gradient_hook(
         self, bucket: Bucket, position: int, index: int, parameter: torch.Tensor
     ) -> Callable[[torch.Tensor], None]:
@@ -144,6 +152,8 @@ class AutogradHooks:
 
     def watch_outputs(self, tensors: Sequence[torch.Tensor], forward: ForwardPass) -> bool:
         """True if backward can reach any of them."""
+        # The hooks hold `forward`, so it lives as long as an output does. The tracker refers to it
+        # weakly and thereby sees when no backward can come any more.
         reached = functools.partial(_reached_output, self._listener, forward)
         hooked = False
         for tensor in tensors:
@@ -156,11 +166,13 @@ class AutogradHooks:
         """The next backward belongs to this forward, wherever it comes from."""
         self._leaves_tables = True
         self.remove_sentinels()
+        # On every parameter: nobody knows which gets the first gradient. That first call removes
+        # them all again.
         reached = functools.partial(_bypassed_outputs, self._listener, forward)
         self._sentinels += [
-            one.parameter.register_hook(reached)
-            for one in self.managed
-            if one.parameter.requires_grad
+            managed.parameter.register_hook(reached)
+            for managed in self.managed
+            if managed.parameter.requires_grad
         ]
 
     def remove_sentinels(self) -> None:
@@ -184,14 +196,15 @@ class AutogradHooks:
         if factor == 1.0:
             return
 
+        # Zeros are made, not multiplied: the mean over an empty batch is NaN, and so is NaN * 0.
         def scale(gradient: torch.Tensor) -> torch.Tensor:
             return torch.zeros_like(gradient) if factor == 0 else gradient * factor
 
         self._leaves_tables = True
         handles = [
-            one.parameter.register_hook(scale)
-            for one in self.managed
-            if one.parameter.requires_grad
+            managed.parameter.register_hook(scale)
+            for managed in self.managed
+            if managed.parameter.requires_grad
         ]
         self._scaling = _Scaling(scale, handles)
 
@@ -211,10 +224,10 @@ class AutogradHooks:
         if not self._leaves_tables or self._sentinels or current_graph_task() >= 0:
             return  # not while autograd may be in one of them
         self._leaves_tables = False
-        for one in self.managed:
-            hooks = one.parameter._backward_hooks
+        for managed in self.managed:
+            hooks = managed.parameter._backward_hooks
             if hooks is not None and not hooks:
-                one.parameter._backward_hooks = None
+                managed.parameter._backward_hooks = None
 
 
 class _Scaling(NamedTuple):
@@ -247,8 +260,8 @@ class _EndOfBackward(NotifiesOnDrop):
 
 
 def queue_callback(listener: BackwardListener, number: int) -> None:
-    """Call `listener.end_of_backward(number)` when the outermost backward is through. Only the
-    engine keeps the callback.
+    """Call `listener.end_of_backward(number)` when the outermost backward has finished. Only
+    the engine keeps the callback.
     """
     queue_end_of_backward(_EndOfBackward(listener, number))
 

@@ -1,5 +1,5 @@
 """What one rank and many have in common: knowing when a backward of this model begins, which
-forwards it covers, and when it is through.
+forwards it covers, and when it has finished.
 """
 
 from __future__ import annotations
@@ -106,12 +106,12 @@ class BackwardObserver:
         if forward.task == task:
             return
         with self.hooks.lock:
-            forward.task = task
+            forward.reach(task)
             self.settle_dropped()
             if self.step is None:
                 self._arm(task, forward)
             else:
-                forward.spent = True
+                forward.spend()
                 self.step.count += forward.count
                 if forward.sync and self.step.synchronise():
                     self._prepare()
@@ -137,16 +137,16 @@ class BackwardObserver:
         """Backward arrived at a parameter before it came to an output of forward."""
         if self.hooks.note_bypass() and not self._is_learning:
             _logger.warning(
-                "%s: a backward bypassed what forward returned. The one before it may have gone "
-                "unnoticed, and then its gradients were not averaged over ranks; from now on all "
-                "are. Return from forward whatever the loss is made of.",
+                "%s: the loss was not computed from forward's outputs. Gradients of the previous "
+                "backward may not have been averaged; later ones will be. Return from forward "
+                "every tensor the loss depends on.",
                 self.label,
             )
         self.reached_output(forward)
         return self.hooks.scaled(gradient)
 
     def end_of_backward(self, number: int) -> None:
-        """The outermost backward is through."""
+        """The outermost backward has finished."""
         step = self.step
         if step is None or step.number != number:
             return

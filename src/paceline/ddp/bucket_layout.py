@@ -48,18 +48,20 @@ class BucketLayout:
         self.defers_always = False  # buckets of this model are sent at the end of backward
         self._replans = replans
         self._next_plan: BucketPlan | None = None
+        # The first step sends everything at its end, to see how gradients arrive, and a better plan
+        # follows: until then small buckets would cost calls and overlap nothing.
         start = limits if bucketed_from_start else BucketLimits((UNLIMITED,))
         self._build(first_plan(self._specs(), start))
 
     def _specs(self) -> list[GradientSpec]:
         return [
             GradientSpec(
-                one.parameter.nbytes,
-                (one.parameter.dtype, one.parameter.device),
-                one.sparse,
-                self._transport.sums_in_place(one.parameter),
+                managed.parameter.nbytes,
+                (managed.parameter.dtype, managed.parameter.device),
+                managed.sparse,
+                self._transport.sums_in_place(managed.parameter),
             )
-            for one in self._managed
+            for managed in self._managed
         ]
 
     def _build(self, plan: BucketPlan) -> None:
@@ -67,8 +69,9 @@ class BucketLayout:
         self.buckets: list[Bucket] = [
             self._bucket(index, members) for index, members in enumerate(plan.buckets)
         ]
-        # The last bucket waits for the end of backward: with it goes this rank's last word on the
-        # step. And so do those for which ranks wait.
+        # The last bucket waits for the end of backward, because this rank's closing signal goes
+        # with it and has to cover the whole step. So do gradients that are summed in place: for
+        # those the ranks wait for each other.
         at_end = sum(isinstance(bucket, InPlaceBucket) for bucket in self.buckets)
         self.sent_early = len(self.buckets) - max(at_end, 1)
         self.frozen = [
@@ -95,10 +98,15 @@ class BucketLayout:
     def learn(self, arrived: Sequence[int]) -> None:
         """After the first step: agree on buckets in the order of rank 0's gradients."""
         self.is_learning = False
+        # Some parameter got two gradients in one backward: a bucket sent early could miss the
+        # second.
         if len(set(arrived)) < len(arrived):
             self.defer_always()
         if not self._replans:
             return
+        # Every rank measures, because measuring exchanges signals. But timings and arrival orders
+        # differ between ranks, and the plan must not: rank 0 proposes, the others add zeros, and
+        # the sum is its proposal.
         limit = 0 if self.limits.given else self._transport.measure_limit()
         order = plan_order(arrived, len(self._managed))
         proposal = torch.tensor([limit, *order], dtype=torch.int64)
@@ -117,6 +125,7 @@ class BucketLayout:
         """Change to the plan that `learn` made."""
         plan, self._next_plan = self._next_plan, None
         assert plan is not None
+        # The new buckets may get the memory of the old ones, in which gradients still lie.
         for bucket in self.buckets:
             bucket.vacate()
         self._build(plan)

@@ -117,7 +117,7 @@ class CommHook:
 
     def __init__(self, state: Any, hook: Hook, *, steps_optimizer: bool = False) -> None:
         self._state, self._hook = state, hook
-        # The hook has stepped and cleared the gradients when it is through.
+        # The hook has stepped and cleared the gradients when it has finished.
         self.steps_optimizer = steps_optimizer
         self._owed: list[tuple[torch.futures.Future[Any], Bucket]] = []
 

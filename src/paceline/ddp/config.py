@@ -62,11 +62,11 @@ class DDPConfig:
     def __post_init__(self) -> None:
         if self.average not in ("samples", "ranks"):
             raise ConfigError(
-                f'average={self.average!r}: it is "samples" (exact) or "ranks" (torch\'s plain '
-                "average)"
+                'average must be "samples" (exact) or "ranks" (torch\'s plain average), '
+                f"got {self.average!r}"
             )
         if self.on_error not in ("raise", "skip"):
-            raise ConfigError(f'on_error={self.on_error!r}: it is "raise" or "skip"')
+            raise ConfigError(f'on_error must be "raise" or "skip", got {self.on_error!r}')
 
     # ----------------------------------------------------------------------------- what follows
 

@@ -24,12 +24,16 @@ def describe(
     parameters: Iterable[tuple[str, torch.Tensor]], buffers: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, str]:
     """What must be equal on all ranks, in order: name -> description."""
-    found = {"torch version": torch.__version__, "byte order and machine": platform.machine()}
+    description = {
+        "torch version": torch.__version__,
+        "byte order and machine": platform.machine(),
+    }
     for name, tensor in parameters:
-        found[name] = f"{_shape(tensor)}{'' if tensor.requires_grad else ', requires_grad=False'}"
+        frozen = "" if tensor.requires_grad else ", requires_grad=False"
+        description[name] = f"{_shape(tensor)}{frozen}"
     for name, tensor in buffers:
-        found[f"buffer {name}"] = _shape(tensor)
-    return found
+        description[f"buffer {name}"] = _shape(tensor)
+    return description
 
 
 def _shape(tensor: torch.Tensor) -> str:
@@ -49,13 +53,15 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
     table = transport.all_gather_small(row)
     if bool((table == row).all()):
         return
-    everybody = [dict(json.loads(one)) for one in transport.all_gather_text(text)]
-    orders = [[name for name, _ in json.loads(one)] for one in transport.all_gather_text(text)]
-    found = differences(everybody, orders)
-    lines = "\n".join(f"  {line}" for line in found[:_SHOWN])
-    more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    items_by_rank = [json.loads(gathered) for gathered in transport.all_gather_text(text)]
+    descriptions_by_rank = [dict(items) for items in items_by_rank]
+    orders = [[name for name, _ in items] for items in items_by_rank]
+    differing = differences(descriptions_by_rank, orders)
+    lines = "\n".join(f"  {line}" for line in differing[:_SHOWN])
+    more = f"\n  and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
     values = {
-        rank: "\n".join(f"{k}: {v}" for k, v in one.items()) for rank, one in enumerate(everybody)
+        rank: "\n".join(f"{name}: {value}" for name, value in items)
+        for rank, items in enumerate(items_by_rank)
     }
     raise MismatchError(
         f"the model is not the same on all ranks (this is rank {transport.rank}):\n{lines}{more}\n"
@@ -66,7 +72,7 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
 
 
 def differences(
-    everybody: Sequence[Mapping[str, str]], orders: Sequence[Sequence[str]]
+    descriptions_by_rank: Sequence[Mapping[str, str]], orders: Sequence[Sequence[str]]
 ) -> list[str]:
     """One line per name that ranks disagree about; if the names agree, where their order first
     differs.
@@ -74,7 +80,7 @@ def differences(
     names = dict.fromkeys(name for order in orders for name in order)
     lines = []
     for name in names:
-        values = [description.get(name, "missing") for description in everybody]
+        values = [description.get(name, "missing") for description in descriptions_by_rank]
         if len(set(values)) > 1:
             lines.append(
                 f"{name}: " + ", ".join(f"rank {rank} {value}" for rank, value in enumerate(values))
@@ -85,7 +91,7 @@ def differences(
         if len(set(at)) > 1:
             names_there = ", ".join(f"rank {rank} {name}" for rank, name in enumerate(at))
             return [f"registered in another order, first at position {position}: {names_there}"]
-    return ["the descriptions differ in a way that could not be told apart"]
+    return ["the models differ, but no single parameter or buffer could be identified"]
 
 
 class DriftCheck:
@@ -112,16 +118,17 @@ class DriftCheck:
         table = self._transport.all_gather_small((digests * weights).sum().reshape(1))
         if bool((table == table[0]).all()):
             return
-        everybody = self._transport.all_gather_small(digests)
-        differing = (everybody != everybody[0]).any(dim=0).nonzero().flatten().tolist()
+        digests_by_rank = self._transport.all_gather_small(digests)
+        differing = (digests_by_rank != digests_by_rank[0]).any(dim=0).nonzero().flatten().tolist()
         names = [self._named[i][0] for i in differing]
         values = {
-            rank: str(everybody[rank, differing[0]].item()) for rank in range(self._transport.world)
+            rank: str(digests_by_rank[rank, differing[0]].item())
+            for rank in range(self._transport.world)
         }
         away = [
             rank
-            for rank in range(1, len(everybody))
-            if bool((everybody[rank] != everybody[0]).any())
+            for rank in range(1, len(digests_by_rank))
+            if bool((digests_by_rank[rank] != digests_by_rank[0]).any())
         ]
         shown = ", ".join(names[:_SHOWN]) + (
             f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""

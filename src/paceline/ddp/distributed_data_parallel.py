@@ -313,7 +313,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             previous.remove_hooks()
         config = self._config
         managed = self._managed_parameters()
-        self._frozen = [one for one in self._module_parameters if not one.requires_grad]
+        self._frozen = [
+            parameter for parameter in self._module_parameters if not parameter.requires_grad
+        ]
         self.modules_buffers = list(self._named_buffers().values())
         self._rebuild_delayed()
         transport = self._new_transport(managed)
@@ -365,7 +367,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         group, also if there is one rank only.
         """
         world = self.process_group.size()
-        if any(one.parameter.is_cpu for one in managed):
+        if any(entry.parameter.is_cpu for entry in managed):
             on_host = os.environ.get("LOCAL_WORLD_SIZE", "")
             keep_freed_memory(int(on_host) if on_host.isdigit() else world)
         if not managed or (world == 1 and self._hook_spec is None):
@@ -387,7 +389,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         every = self._config.drift_interval(has_comm_hook=self._hook_spec is not None)
         if not every or transport is None:
             return None
-        return DriftCheck(transport, [(one.name, one.parameter) for one in managed], every)
+        return DriftCheck(transport, [(entry.name, entry.parameter) for entry in managed], every)
 
     def _rebuild_delayed(self) -> None:
         if self._delayed is not None:
@@ -401,7 +403,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         on every rank.
         """
         if isinstance(self.reducer, Reducer):
-            named = [(one.name, one.parameter) for one in self._managed_parameters()]
+            named = [(managed.name, managed.parameter) for managed in self._managed_parameters()]
             check_same_model(self.reducer.transport, describe(named, ()))
         self._rebuild()
 
@@ -814,8 +816,8 @@ class GradientSnapshot:
 
     def __init__(self, managed: Iterable[ManagedParameter]) -> None:
         self._kept = [
-            (one.parameter, None if one.parameter.grad is None else one.parameter.grad.clone())
-            for one in managed
+            (parameter, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in (entry.parameter for entry in managed)
         ]
 
     def restore(self) -> None:

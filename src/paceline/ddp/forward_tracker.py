@@ -29,7 +29,7 @@ class ForwardTracker:
         self.sample_count = sample_count
 
     def returned(self, forward: ForwardPass, *, reachable: bool) -> None:
-        """It is through; `reachable` if backward can come to its outputs."""
+        """It has finished; `reachable` if backward can come to its outputs."""
         self.awaits_backward = True
         if not reachable:
             return
@@ -41,7 +41,7 @@ class ForwardTracker:
     def reached(self, forward: ForwardPass) -> list[ForwardPass]:
         """Backward has come to this forward; returns those to which it has not come yet."""
         self.awaits_backward = False
-        forward.spent = True
+        forward.spend()
         return self.outstanding()
 
     def outstanding(self) -> list[ForwardPass]:

@@ -1,8 +1,8 @@
 """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the
 sum, as torch's class does it.
 
-Signals travel as a sum in which every rank fills its own row. Waits look around while they last: a
-peer that failed has published why, and that is raised instead of a lost connection.
+Signals travel as a sum in which every rank fills its own row. Waits poll for a peer's published
+error, which is raised instead of a lost connection.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from paceline.errors import PacelineError, PeerLost
 
 __all__ = ["GroupTransport"]
 
-# After this long a rank that waits looks whether a peer has published why it does not come.
+# How often a waiting rank polls for a peer's published error.
 _SLICE = timedelta(seconds=0.5)
 # The connection to a rank that fails may end before that rank has published why.
-_PATIENCE_S = 0.5
+_FAILURE_GRACE_S = 0.5
 
 
 class GroupTransport(Transport):
-    """See the module."""
+    """Averages buckets with the all-reduce of any torch process group, on any device."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         super().__init__(group)
@@ -43,9 +43,9 @@ class GroupTransport(Transport):
         self._weight = 1.0
         self._in_flight: list[tuple[Waitable, Bucket]] = []
         self._failure_channel = failure_channel_of(group)
-        # Our own group looks after its ranks itself; a wait for an accelerator's call is none of
-        # the host's.
-        self._looks_around = device.type == "cpu" and not isinstance(group, PacelineGroup)
+        # A `paceline` group watches its ranks itself, and the host does not wait for the calls of
+        # an accelerator.
+        self._polls_failures = device.type == "cpu" and not isinstance(group, PacelineGroup)
 
     def _post(self, signal: Signal, single_bucket: bool) -> None:
         del single_bucket
@@ -92,7 +92,7 @@ class GroupTransport(Transport):
 
     def _wait(self, work: Waitable) -> None:
         """Wait for a call; if a peer has failed meanwhile, raise what it published."""
-        sliced = work if self._looks_around and isinstance(work, Work) else None
+        sliced = work if self._polls_failures and isinstance(work, Work) else None
         try:
             while True:
                 try:
@@ -110,7 +110,7 @@ class GroupTransport(Transport):
                 isinstance(error, PacelineError) and not _is_unexplained(error)
             ):
                 raise
-            lost = self._failure_channel.lost_peer(_PATIENCE_S)
+            lost = self._failure_channel.lost_peer(_FAILURE_GRACE_S)
             if lost is None and not isinstance(error, PacelineError) and _is_lost_connection(error):
                 lost = PeerLost(
                     f"a peer ended, or its connection was lost, while rank {self.rank} waited for "

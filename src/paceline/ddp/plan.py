@@ -138,8 +138,8 @@ def first_plan(gradients: Sequence[GradientSpec], limits: BucketLimits) -> Bucke
 
 
 def plan_order(arrived: Sequence[int], total: int) -> list[int]:
-    """The order of the next plan: gradients as they arrived (the last time counts), the silent ones
-    at the end.
+    """The order of the next plan: gradients as they arrived (the last time counts), then those
+    that did not arrive.
     """
     seen = dict.fromkeys(reversed(arrived))
     order = list(reversed(seen))

@@ -6,8 +6,8 @@
     transport  carries signals and buckets to the peers (`Transport`)
 
 In one step: the hook on forward's outputs arms a `Step`. Gradient hooks fill buckets; a full bucket
-is sent in plan order, the first one together with this rank's signal, the last one with its last
-word. The end of backward sends what is left, waits for the averages, agrees on which parameters
+is sent in plan order, the first one together with this rank's signal, the last one with its closing
+signal. The end of backward sends what is left, waits for the averages, agrees on which parameters
 were used at all, and gives the averages out. A parameter whose gradient has not arrived by then is
 unused; nobody walks the graph to find it.
 
@@ -53,7 +53,7 @@ _NON_FINITE_SHOWN = 10
 
 
 class Reducer(BackwardObserver):
-    """See the module."""
+    """Averages the gradients of one model over several ranks while backward computes them."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Reducer(BackwardObserver):
         return True
 
     def _name_buckets(self) -> None:
-        names = [one.name for one in self.managed]
+        names = [managed.name for managed in self.managed]
         members = self.transport.members
         self._telemetry.name_buckets(self.label, members, self._layout.buckets, names)
 
@@ -124,7 +124,8 @@ class Reducer(BackwardObserver):
             return False
         self.hooks.remove()
         self._layout.follow_next_plan()
-        self.hooks.hooks_every_parameter = not self.transport.reduces_at_end
+        if self.transport.reduces_at_end:
+            self.hooks.hook_few_parameters()
         self._lacks_hooks = True
         self._name_buckets()
         return True
@@ -213,15 +214,19 @@ class Reducer(BackwardObserver):
                 return
             if not self._is_full(step, bucket):
                 return
-            # A nested backward may bring more gradients to parameters that already have one.
+            # A nested backward may add gradients to parameters that already have one.
             if step.defers_to_end or current_graph_task() != step.task:
                 step.defers_to_end = True
                 return
+            # Ranks may fill buckets in different orders, but have to launch them in the same one,
+            # or the all-reduces of different buckets would meet. So a bucket that is full before
+            # its turn waits in `ready`.
             step.ready.add(index)
             while step.cursor < self._layout.sent_early and step.cursor in step.ready:
                 self._send(step, buckets[step.cursor])
 
     def _is_full(self, step: Step, bucket: Bucket) -> bool:
+        # More arrivals than parameters mean that some arrived twice: then only distinct ones count.
         if self.hooks.hooks_every_parameter:
             return len(bucket.fired) <= bucket.size or len(set(bucket.fired)) >= bucket.size
         return bucket.surely_full and not step.keeps_graph
@@ -229,11 +234,11 @@ class Reducer(BackwardObserver):
     def _arrived_too_late(self, step: Step, bucket: Bucket) -> None:
         name = self.managed[bucket.members[bucket.fired[-1]]].name
         self._layout.defer_always()
-        step.failure_text = (
-            f"{name} got another gradient in the same backward after its bucket had been sent. "
-            "From now on buckets are sent at the end of backward: repeat the step. This comes from "
-            "nested backward passes (re-entrant checkpointing) over shared parameters; "
-            "torch.utils.checkpoint(..., use_reentrant=False) avoids it."
+        step.fail(
+            f"{name} received a second gradient after its bucket was all-reduced. From now on "
+            "buckets are reduced at the end of backward; rerun this step. The cause is nested "
+            "backward passes (re-entrant checkpointing) over shared parameters; "
+            "torch.utils.checkpoint.checkpoint(..., use_reentrant=False) avoids it."
         )
 
     def _send(self, step: Step, bucket: Bucket) -> None:
@@ -246,14 +251,18 @@ class Reducer(BackwardObserver):
             used = bucket.gather(reached, contribute=not is_empty)
             step.used_count += len(used)
             if len(used) < len(reached):
-                step.silent.update(bucket.members[position] for position in reached - used)
+                step.without_gradient.update(
+                    bucket.members[position] for position in reached - used
+                )
             if self._config.check_finite and not bucket.is_finite():
-                step.failure_text = self._name_non_finite(bucket)
+                step.fail(self._name_non_finite(bucket))
             if step.phase is Phase.FILLING:
                 self._post(step)
             if bucket.index == len(self._layout.buckets) - 1:
                 self._close(step)
             step.cursor = bucket.index + 1
+            # Without hooks, a gradient that changes from here on has come too late:
+            # `_look_for_late_arrivals` compares with what is remembered now.
             if not self.hooks.hooks_every_parameter and not step.defers_to_end:
                 bucket.remember_gradients()
             if self._config.skip_unused and not used:
@@ -262,7 +271,7 @@ class Reducer(BackwardObserver):
             self._telemetry.launched(bucket.index)
 
     def _post(self, step: Step) -> None:
-        """Tell the peers what this rank brings; learn whether any of them has failed."""
+        """Tell the peers what this rank contributes; learn whether any of them has failed."""
         step.phase = Phase.EXCHANGING
         signal = Signal(
             Call.BACKWARD,
@@ -281,8 +290,8 @@ class Reducer(BackwardObserver):
                 recorder.leave()
 
     def _close(self, step: Step) -> None:
-        """With one bucket everything was known at its beginning; with several, this is the last
-        word.
+        """Send the closing signal. With one bucket everything was known when it was sent, and there
+        is none.
         """
         if len(self._layout.buckets) > 1:
             signal = Signal(Call.CLOSE, failed=step.failed, unused=self._has_unused(step))
@@ -372,7 +381,7 @@ class Reducer(BackwardObserver):
         contribution = step.count_samples(self.window)
         # Micro-batches of one size: then ranks whose signals are equal weigh 1 / world.
         reference, total, micro_batches = contribution
-        if not total or reference * micro_batches != total or not bucket.place_quickly():
+        if not total or reference * micro_batches != total or not bucket.copy_in_fast():
             return False
         bucket.fired.extend(bucket.positions)
         self.hooks.arrived.extend(bucket.members)
@@ -421,6 +430,8 @@ class Reducer(BackwardObserver):
             signals = self.transport.signals()
             self._check(signals)
             self._set_weights(step, signals)
+        # Checked again: what failed after the first bucket was sent shows in the closing signals
+        # only.
         signals = self.transport.complete(self._telemetry)
         self._check(signals)
         return signals
@@ -445,11 +456,13 @@ class Reducer(BackwardObserver):
 
     def _agree_on_used(self, step: Step, some_unused: bool) -> set[int] | None:
         """Parameters that got a gradient on any rank; None means all."""
+        # The usual step saves this exchange. Every rank has read the same signals, so either all
+        # take part in it or none does.
         if not some_unused:
             self.history.note_used(None)
             return None
         local = torch.zeros(len(self.managed), dtype=torch.int32)
-        local[sorted(self.window.used.union(self.hooks.arrived) - step.silent)] = 1
+        local[sorted(self.window.used.union(self.hooks.arrived) - step.without_gradient)] = 1
         counts = self.transport.all_reduce_small(local)
         self.history.note_used(counts)
         used = set(counts.nonzero().flatten().tolist())
@@ -468,8 +481,8 @@ class Reducer(BackwardObserver):
     def participate_without_data(
         self, on_forward: Callable[[Sequence[Signal]], None]
     ) -> list[Signal]:
-        """Take part in whatever the peers do next, bringing nothing. Returns their signals; all
-        ANSWER: all done.
+        """Take part in whatever the peers do next, contributing nothing. Returns their signals;
+        all ANSWER: all done.
         """
         self.settle_dropped()
         self.follow_plan()
@@ -502,7 +515,8 @@ class Reducer(BackwardObserver):
             self._end_step(step)
 
     def _send_nothing(self, step: Step) -> None:
-        """Take part in the buckets that are not under way yet, bringing zeros."""
+        """Take part in the buckets that are not under way yet, contributing zeros."""
+        # None may be left out: peers that have launched a bucket wait for this rank's share of it.
         buckets = self._layout.buckets
         for bucket in buckets[step.cursor :]:
             bucket.gather((), contribute=False)
@@ -550,8 +564,8 @@ class Reducer(BackwardObserver):
         return texts
 
     def fail(self, error: BaseException | None, where: str) -> None:
-        """This rank cannot finish its step: take part in what is left of it, bringing nothing, and
-        publish why.
+        """This rank cannot finish its step: take part in what is left of it, contributing nothing,
+        and publish why.
         """
         if isinstance(error, PacelineError):
             self.abandon_step()
@@ -560,13 +574,13 @@ class Reducer(BackwardObserver):
         self.history.step_failed()
         step = self.step
         if step is not None and self.transport.state is not TransportState.IDLE:
-            step.failure_text = text
+            step.fail(text)
             signals = self._complete_with_nothing(step)
         else:
             self.step = None
             self.follow_plan()  # as the peers did before their forward
             step = Step(Phase.EXCHANGING)
-            step.failure_text = text
+            step.fail(text)
             self.transport.post(Signal(Call.ANSWER, failed=True))
             signals = self.transport.signals()
         self._share_failure(step, signals)

@@ -48,8 +48,11 @@ class ShmTransport(Transport):
     def __init__(self, group: PacelineGroup, managed: Sequence[ManagedParameter]) -> None:
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
-        copied = [one.parameter for one in managed if not self.sums_in_place(one.parameter)]
+        parameters = [entry.parameter for entry in managed]
+        copied = [parameter for parameter in parameters if not self.sums_in_place(parameter)]
         self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
+        # The arena cannot grow, so it is opened with room for any plan. Averages may be wider than
+        # the parameters (a float32 `reduce_dtype`), and every bucket may lose an alignment.
         sizes = [parameter.numel() * max(parameter.element_size(), 4) for parameter in copied]
         room = _ALIGNMENT + self._ring_bytes + sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
         # Two plans: the first, and the one made from the order in which gradients arrive.
@@ -78,7 +81,7 @@ class ShmTransport(Transport):
         return (
             isinstance(group, PacelineGroup)
             and isinstance(group.engine, HostEngine)
-            and all(one.parameter.is_cpu and not one.sparse for one in managed)
+            and all(entry.parameter.is_cpu and not entry.sparse for entry in managed)
         )
 
     # ----------------------------------------------------------------------------- the step's calls
@@ -102,12 +105,15 @@ class ShmTransport(Transport):
         return self._read_signals
 
     def _set_weights(self, weights: Sequence[float]) -> None:
+        # Most steps repeat the weights of the one before: the arena hears of changes only.
         if weights != self._weights:
             self._weights = list(weights)
             self._arena.set_weights(self._weights)
 
     def _launch(self, bucket: Bucket) -> None:
         number = self._number_of(bucket)
+        # A gradient that stays in private memory is out of the peers' reach: it cannot be announced
+        # as ready, only summed while all ranks are at it. That is done in `_complete`.
         if isinstance(bucket, InPlaceBucket):
             self._in_place[number] = bucket.flat.data_ptr()
         else:
@@ -128,6 +134,8 @@ class ShmTransport(Transport):
                 self._arena.finish(number)
             if telemetry is not None:
                 telemetry.averaged(index)
+        # Closing signals are read without a wait of their own: a rank writes its own before it
+        # launches its last bucket, and the launched buckets are complete.
         return self._signals() if self._last == self._posted else self._read(self._last)
 
     def _abandon(self) -> None:
@@ -210,10 +218,11 @@ class ShmTransport(Transport):
         return number
 
     def measure_limit(self) -> int:
+        # The fastest of several trials: what disturbs a measurement only makes it longer.
         exchange = min(_seconds(lambda: self.exchange(Signal(Call.ANSWER))) for _ in range(_TRIALS))
-        one, other = torch.zeros(_SAMPLE_NUMBERS), torch.zeros(_SAMPLE_NUMBERS)
-        summing = min(_seconds(lambda: one.add_(other)) for _ in range(_TRIALS))
-        return limit_for(exchange, one.nbytes / summing)
+        target, source = torch.zeros(_SAMPLE_NUMBERS), torch.zeros(_SAMPLE_NUMBERS)
+        summing = min(_seconds(lambda: target.add_(source)) for _ in range(_TRIALS))
+        return limit_for(exchange, target.nbytes / summing)
 
     def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         result = numbers.clone()

@@ -34,9 +34,9 @@ class SingleRank(BackwardObserver):
             return
         (weight,) = weights_of([contribution], AverageRule(self.rule.by_samples))
         if weight not in (0.0, 1.0):
-            for one in self.managed:
-                if one.parameter.grad is not None:
-                    one.parameter.grad.mul_(weight)
+            for managed in self.managed:
+                if managed.parameter.grad is not None:
+                    managed.parameter.grad.mul_(weight)
         if self._actions.before_scatter is not None:
             self._actions.before_scatter()
 

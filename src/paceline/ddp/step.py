@@ -40,7 +40,15 @@ class ForwardPass:
         self.count = count
         self.sync = sync
         self.task = -1  # the graph task in which backward last reached it
-        self.spent = False
+        self.spent = False  # a backward covers it
+
+    def reach(self, task: int) -> None:
+        """Backward has come to an output of this forward, in this graph task."""
+        self.task = task
+
+    def spend(self) -> None:
+        """A backward covers this forward: it is no longer outstanding."""
+        self.spent = True
 
 
 class Step:
@@ -56,11 +64,11 @@ class Step:
         "number",
         "phase",
         "ready",
-        "silent",
         "synchronised",
         "task",
         "used_count",
         "weight",
+        "without_gradient",
     )
 
     def __init__(
@@ -75,7 +83,8 @@ class Step:
         self.defers_to_end = False  # no bucket is sent before the end of backward
         self.cursor = 0  # buckets before this one have been sent
         self.ready: set[int] = set()  # buckets that are full and wait for those before them
-        self.silent: set[int] = set()  # parameters that were reached, but got no gradient
+        # Parameters that were reached, but got no gradient.
+        self.without_gradient: set[int] = set()
         self.used_count = 0  # parameters that got a gradient, in the buckets sent so far
         self.weight = 0.0  # of this rank's gradients in the sum
         self.failure_text: str | None = None
@@ -94,6 +103,10 @@ class Step:
         """A gradient for this bucket comes too late."""
         return index < self.cursor or index in self.ready
 
+    def fail(self, text: str) -> None:
+        """This rank cannot complete the step; `text` is what its peers get to read."""
+        self.failure_text = text
+
     def drop(self) -> None:
         """Backward raised."""
         self.phase = Phase.DROPPED
@@ -106,7 +119,7 @@ class Step:
         return True
 
     def count_samples(self, window: SampleWindow) -> Contribution:
-        """Enter this backward's samples, once; returns what this rank brings."""
+        """Enter this backward's samples, once; returns what this rank contributes."""
         if not self._counted:
             self._counted = True
             window.add(self.count)

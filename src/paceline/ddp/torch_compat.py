@@ -231,7 +231,7 @@ class TorchCompat:
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """What this instance was built with and has done, under torch's names."""
         config, reducer, history = self._config, self.reducer, self._history
-        parameters = [one.parameter for one in reducer.managed]
+        parameters = [managed.parameter for managed in reducer.managed]
         limits = reducer.limits if isinstance(reducer, Reducer) else config.limits
         return {
             "world_size": self.process_group.size(),
@@ -261,4 +261,7 @@ class TorchCompat:
 
     def _check_reducer_finalized(self) -> None:
         if self.reducer.in_backward:
-            raise RuntimeError("the last backward has not finished: its gradients are not averaged")
+            raise RuntimeError(
+                f"rank {self.process_group.rank()}: the previous backward did not finish, so its "
+                "gradients are not averaged; rerun the step"
+            )

@@ -2,11 +2,11 @@
 
 A step, and any exchange of signals without a step, is a sequence of calls in this order:
 
-    post(signal)           what this rank is about to do, how many samples it brings
+    post(signal)           what this rank is about to do, how many samples it contributes
     signals()              wait for all ranks' posted signals; may be called again
     set_weights(weights)   every rank's factor in the sum, computed from those signals
     launch(bucket)         a bucket is full; in plan order, never waits for the peers' gradients
-    close(signal)          this rank's last word on the step, before its last bucket is launched
+    close(signal)          this rank's closing signal, before its last bucket is launched
     complete()             wait until every launched bucket holds the average; returns the signals
                            of close(), or those of post() if there was none
 
@@ -44,7 +44,7 @@ class TransportState(enum.Enum):
     IDLE = "idle"
     POSTED = "posted"  # the signal is under way
     WEIGHTED = "weighted"  # the peers' signals were read and the weights set
-    CLOSED = "closed"  # the last word is under way; the last bucket may follow
+    CLOSED = "closed"  # the closing signal is under way; the last bucket may follow
     SEALED = "sealed"  # so is the last bucket
 
     def __str__(self) -> str:
@@ -125,7 +125,7 @@ class Transport(abc.ABC):
         self._launch(bucket)
 
     def close(self, signal: Signal) -> None:
-        """The last word, before the last bucket is launched."""
+        """The closing signal, before the last bucket is launched."""
         if self._state is not _POSTED and self._state is not _WEIGHTED:
             self._refuse("close", "nothing is open")
         self._state = _CLOSED

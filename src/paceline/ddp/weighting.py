@@ -18,8 +18,8 @@ __all__ = ["NOTHING", "AverageRule", "Contribution", "SampleWindow", "weights_of
 
 
 class Contribution(NamedTuple):
-    """What one rank brings to an exchange: samples of its reference micro-batch, of all, and how
-    many there were.
+    """What one rank contributes to an exchange: samples of its reference micro-batch, of all, and
+    how many there were.
     """
 
     reference: float = 0.0
@@ -78,24 +78,26 @@ class AverageRule:
 
 
 def weights_of(contributions: Sequence[Contribution], rule: AverageRule) -> list[float]:
-    """Every rank's factor in the sum over ranks; 0 for a rank that brings no samples."""
+    """Every rank's factor in the sum over ranks; 0 for a rank that contributes no samples."""
     world = len(contributions)
-    active = [one for one in contributions if one.micro_batches]
+    active = [contribution for contribution in contributions if contribution.micro_batches]
     if not rule.by_samples:
         return [1.0 / (world if rule.divide_by_world else max(len(active), 1))] * world
-    counted = [one for one in active if not one.empty]
+    counted = [contribution for contribution in active if not contribution.empty]
     if not counted:
         return [0.0] * world
-    micro_batches = max(one.micro_batches for one in active)
-    samples = sum(one.total for one in counted)
+    micro_batches = max(contribution.micro_batches for contribution in active)
+    samples = sum(contribution.total for contribution in counted)
     divisor = world if rule.divide_by_world else len(counted)
     # Equal shares get 1 / divisor itself, so that the bits are those of a plain average.
-    equal = all(one.reference * micro_batches * len(counted) == samples for one in counted)
+    equal = all(
+        contribution.reference * micro_batches * len(counted) == samples for contribution in counted
+    )
     return [
         0.0
-        if one.empty
+        if contribution.empty
         else 1.0 / divisor
         if equal
-        else one.reference * micro_batches / samples * len(counted) / divisor
-        for one in contributions
+        else contribution.reference * micro_batches / samples * len(counted) / divisor
+        for contribution in contributions
     ]

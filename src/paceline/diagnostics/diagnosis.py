@@ -1,13 +1,13 @@
 """Which rank holds a job up, and why.
 
-`diagnose` is pure: it takes what the status pages and the kernel say about the ranks of this host
-and returns one sentence with the rank to blame, the cause and a cure. It starts from the rank that
-has waited longest in a collective; nothing is wrong while that is within the limit. The members of
-that collective then decide:
+`diagnose` is pure: it takes what the status pages and the kernel report about the ranks of this
+host and returns one sentence with the rank to blame, the cause and a cure. It starts from the rank
+that has waited longest in a collective; nothing is wrong while that is within the limit. The
+members of that collective then decide:
 
     a member is in no collective, or stopped, or gone  -> it is late: report what it does instead
     all are in collectives, but not in the same one    -> the ranks' calls differ: find the odd one
-    all are in the same collective                     -> nobody is late: the data does not move, or
+    all are in the same collective                     -> no rank is late: the data is stuck, or
                                                           the late rank is on another host
 
 If no rank is in a collective, only a data loader that has been waiting too long is reported.
@@ -100,7 +100,7 @@ class Diagnosis:
 
 
 def diagnose(views: Sequence[RankView], now_ns: int, limit_ns: int) -> Diagnosis | None:
-    """Diagnose a job whose ranks on this host are `views`; None while nobody waits for too long."""
+    """Diagnose a job whose ranks on this host are `views`; None while no rank waits too long."""
     waiting = [(view.call.since_ns, view) for view in views if view.call is not None]
     if not waiting:
         return _diagnose_loaders(views, now_ns, limit_ns)
@@ -133,7 +133,7 @@ class _Stall:
     call: Call
     world: int
     members: list[RankView]
-    everybody: list[RankView]
+    all_views: list[RankView]
 
     @property
     def waited_ns(self) -> int:
@@ -166,7 +166,7 @@ class _Stall:
         more_stacks: Sequence[RankView] = (),
     ) -> Diagnosis:
         waiting = tuple(
-            (view.rank, view.call.since_ns) for view in self.everybody if view.call is not None
+            (view.rank, view.call.since_ns) for view in self.all_views if view.call is not None
         )
         ranks = tuple(view.rank for view in blamed)
         stacks_of = tuple(dict.fromkeys((*ranks, *(view.rank for view in more_stacks))))

@@ -1,5 +1,5 @@
-"""What the kernel says a rank's main thread is doing: running, sleeping, waiting for a lock,
-stopped, gone.
+"""What a rank's main thread is doing, according to the kernel: running, sleeping, waiting for a
+lock, stopped, gone.
 
 A waiting thread has a function of the kernel that it waits in (`wchan`), or at least a system call
 that it is in; either distinguishes a sleep from a lock and from input.

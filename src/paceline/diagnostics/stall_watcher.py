@@ -108,7 +108,7 @@ class StallWatch:
         views = [_with_line(view, stacks.get(view.rank)) for view in views]
         now = time.monotonic_ns()
         # Once more, now that the lines are known. If the stall has ended meanwhile, the first
-        # diagnosis was true all the same.
+        # diagnosis was still true.
         again = diagnose(views, now, self._limit_ns)
         self._report(stall_page(again if again is not None else diagnosis, views, stacks, now))
 

@@ -37,10 +37,10 @@ class Autotune:
 
     @property
     def splitting_pays(self) -> bool:
-        """Whether the best split forward was clearly faster than the best in one piece."""
+        """Whether the best split forward was clearly faster than the best unsplit one."""
         return min(self._split[1:]) < _WORTH_IT * min(self._whole[1:])
 
     def describe(self) -> str:
         """The two times, in words."""
         whole_ms, split_ms = min(self._whole[1:]) * 1e3, min(self._split[1:]) * 1e3
-        return f"{whole_ms:.2f} ms in one piece, {split_ms:.2f} ms split"
+        return f"{whole_ms:.2f} ms unsplit, {split_ms:.2f} ms split"

@@ -11,7 +11,7 @@
      4096   tensors, each at a multiple of 64 bytes (later if the header is longer)
 
 There is one message at a time in each direction: an order is written when the answer to the last
-one was read, and the other way round; so nobody ever writes what the other side reads. The reader
+one was read, and the other way round; so neither side ever writes what the other reads. The reader
 opens a box through `/proc`; a message that does not fit replaces the box by a larger one.
 
 Steps of training repeat. What messages have in common is a `MessageLayout`, worked out once by each
@@ -102,20 +102,20 @@ class MessageLayout:
         for size in self.sizes:
             self.offsets.append(self.nbytes)
             self.nbytes += -(-size // _ALIGN) * _ALIGN
-        self._place: tuple[mmap.mmap | None, int] = (None, 0)
+        self._mapped_at: tuple[mmap.mmap | None, int] = (None, 0)
         self._tensors: list[torch.Tensor] = []
 
     def tensors(self, memory: mmap.mmap, start: int) -> list[torch.Tensor]:
         """Views of the memory from `start` on; made again only if they were elsewhere last time."""
-        if self._place[0] is not memory or self._place[1] != start:
-            places = zip(self.offsets, self.metas, strict=True)
+        if self._mapped_at[0] is not memory or self._mapped_at[1] != start:
+            layout = zip(self.offsets, self.metas, strict=True)
             with torch.inference_mode(False):  # they outlast the call
-                self._tensors = [_view(memory, start + offset, meta) for offset, meta in places]
-            self._place = (memory, start)
+                self._tensors = [_view(memory, start + offset, meta) for offset, meta in layout]
+            self._mapped_at = (memory, start)
         return self._tensors
 
     def fill(self, memory: mmap.mmap, start: int, sources: Sequence[Source]) -> None:
-        """Copy tensors to their places in the memory."""
+        """Copy tensors to their offsets in the memory."""
         for index, target in enumerate(self.tensors(memory, start)):
             source = sources[index]
             if isinstance(source, int):
@@ -126,7 +126,7 @@ class MessageLayout:
 
     def forget_memory(self) -> None:
         """Let go of memory that is not used any more."""
-        self._place, self._tensors = (None, 0), []
+        self._mapped_at, self._tensors = (None, 0), []
 
 
 def _copy(target: torch.Tensor, source: int, nbytes: int) -> None:
@@ -215,7 +215,7 @@ class Outbox:
         self._flag.raise_()
 
     def close(self) -> None:
-        """Give the memory up; a mapping lives on while tensors use it."""
+        """Give the memory up; a mapping stays while tensors use it."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -274,9 +274,9 @@ class Outbox:
             except OSError as error:
                 self.close()
                 raise NativeError(
-                    f"no room for {self._capacity / 2**20:.0f} MiB of shared memory for inputs and "
-                    f"outputs of DataParallel: {error.strerror}. Free memory, raise the memory "
-                    "limit, or use smaller batches"
+                    f"cannot allocate {self._capacity / 2**20:.0f} MiB of shared memory for inputs "
+                    f"and outputs of DataParallel: {error.strerror}. Free memory, raise the "
+                    "memory limit, or use smaller batches"
                 ) from error
             self._memory = mmap.mmap(self._descriptor, self._capacity)
         return self._memory

@@ -54,7 +54,7 @@ class DataParallel(nn.Module):
     `(object, [(start, stop), ...]) -> parts`. `scalars` is how losses that `forward` returns are
     combined: "mean" (by samples, so that it is the mean over the batch), "sum" or "stack".
     `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
-    of each replica's share. `timeout` in seconds is how long to wait for a worker that lives but
+    of each replica's share. `timeout` in seconds is how long to wait for a worker that runs but
     does not answer.
     """
 
@@ -128,7 +128,7 @@ class DataParallel(nn.Module):
                 warnings.warn(
                     "DataParallel(workers='auto') does not split: a forward took "
                     f"{autotune.describe()}. Its matrix products already use all cores, or the "
-                    "batch is too small. To split all the same, give a number",
+                    "batch is too small. To force splitting, pass workers=N",
                     stacklevel=2,
                 )
         return result
@@ -177,12 +177,13 @@ class DataParallel(nn.Module):
         if is_requested:
             raise ConfigError(
                 f"DataParallel(workers={self._options.workers}) on the CPU needs the native core, "
-                f"which is missing: {reason}. To have it, {cure}; workers=1 or workers=None runs "
-                "without it, in one piece"
+                f"which is missing: {reason}. To install it, {cure}; workers=1 or workers=None "
+                "runs without it, unsplit in this process"
             )
         warnings.warn(
             f"DataParallel does not split batches: the native core is missing: {reason}. The "
-            f"module runs in one piece, with all intra-op threads. To use workers, {cure}",
+            "module runs unsplit in this process, with all intra-op threads. To use workers, "
+            f"{cure}",
             stacklevel=5,
         )
 
@@ -202,7 +203,7 @@ class DataParallel(nn.Module):
             and first is not None
             and first.device.type == "cpu"
         ):
-            return []  # the module lives on the CPU, whatever else the machine has
+            return []  # the module is on the CPU, whatever else the machine has
         ids: Sequence[int | torch.device] = options.device_ids or range(
             torch.accelerator.device_count()
         )

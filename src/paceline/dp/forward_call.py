@@ -61,7 +61,7 @@ class CallState(enum.Enum):
     BACKWARD = "workers compute their gradients"
     GRADIENTS = "workers' gradients are there"
     DONE = "workers keep nothing"
-    FAILED = "a replica failed or was lost"
+    FAILED = "a replica failed or ended unexpectedly"
 
 
 class ForwardCall(NotifiesOnDrop):
@@ -103,7 +103,10 @@ class ForwardCall(NotifiesOnDrop):
     def forward(self) -> Any:
         """Run the module on all replicas and gather the outputs. Once."""
         if self._state is not CallState.NEW:
-            raise RuntimeError(f"a call runs forward once; {self._state.value}")
+            raise RuntimeError(
+                f"internal error: ForwardCall.forward() called twice (state {self._state.name}: "
+                f"{self._state.value})"
+            )
         replica_set = self._replica_set
         replica_set.thread_limit.reset()
         modes = Modes.current()
@@ -113,6 +116,8 @@ class ForwardCall(NotifiesOnDrop):
             self._wanted_inputs = [
                 index for index in self._template.tensor_indices if leaves[index].requires_grad
             ]
+        # Workers get their shares before share 0 runs here, and their answers are read after it:
+        # all replicas compute at the same time.
         self._send_shares(modes)
         self._state = CallState.FORWARD
         outputs = self._run_own_share(with_gradients)
@@ -205,11 +210,14 @@ class ForwardCall(NotifiesOnDrop):
             if replica_set.exchange is not None:
                 replica_set.pool.end()  # they may wait for a sum that will never be
                 raise
+            # Every order must be answered before the next one is sent: the answers are read and
+            # dropped, so that the same workers can serve the next forward.
             for worker in self._workers:
                 replica_set.receive(worker)
             self._release_graphs()
             raise
         except BaseException:
+            # Ctrl-C or an exit: waiting for answers would delay it by the rest of the step.
             self._state = CallState.FAILED
             replica_set.pool.end()
             raise
@@ -259,6 +267,9 @@ class ForwardCall(NotifiesOnDrop):
 
     def _receive_all(self) -> list[Message]:
         """The workers' answers. The call has failed unless all of them are good."""
+        # FAILED until the opposite is known: `receive` ends all workers when it raises, and then
+        # there are no graphs for `on_drop` to release. All answers are read before any of them is
+        # looked at, or those behind a failure would still be unread when the next order is sent.
         self._state = CallState.FAILED
         receive = self._replica_set.receive
         answers = [receive(worker) for worker in self._workers]
@@ -333,9 +344,12 @@ class ForwardCall(NotifiesOnDrop):
         if not replica_set.pool.is_alive:
             raise GroupError(
                 "the workers of DataParallel that hold the graphs of this forward have ended "
-                "(closed, or lost in an earlier step); run the forward again"
+                "(closed, or after a failure in an earlier step); run the forward again"
             )
         retains_graph = keeps_graph()
+        # The order matters. An earlier call must copy its gradients before these orders overwrite
+        # the channels; and the accumulator must know this call before autograd, which goes on with
+        # share 0 when this returns, reaches the parameters.
         replica_set.vacate_channels()
         self._send_gradients(gradients, retains_graph)
         self._retains_graph = retains_graph
@@ -368,6 +382,7 @@ class ForwardCall(NotifiesOnDrop):
                 [*map(source_of, shares)],
                 is_repeatable=not releases,
             )
+            # Only those that were sent: the garbage collector may have added some since.
             del pending.releases[: len(releases)]
 
     def _limit_threads_until_end(self) -> None:
@@ -424,7 +439,7 @@ class ForwardCall(NotifiesOnDrop):
             self._finish()
 
     def _finish(self) -> None:
-        """Nobody asks for this backward's gradients any more."""
+        """The gradients of this backward are not needed any more."""
         if self._state is CallState.GRADIENTS and self._replica_set.occupies_channels(self):
             self._replica_set.free_channels()
             self._worker_gradients = []
@@ -432,7 +447,7 @@ class ForwardCall(NotifiesOnDrop):
 
     def leave_channels(self) -> None:
         """Another order is about to be sent: gradients that may still be needed are copied."""
-        with contextlib.suppress(Exception):  # of a backward that nobody waits for any more
+        with contextlib.suppress(Exception):  # of a backward whose result is not needed any more
             self._worker_gradients = [worker.copied() for worker in self.worker_gradients()]
 
 

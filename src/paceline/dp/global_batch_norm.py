@@ -28,7 +28,7 @@ _SPIN_NS = 200_000
 
 
 class ReplicaFailed(Exception):
-    """Another replica failed or ended; its own answer says why."""
+    """Another replica failed or ended; its own answer has the reason."""
 
 
 class _WorkerSlot:
@@ -65,14 +65,14 @@ class StatisticsExchange:
         total = vector.clone()
         for replica, (slot, pidfd) in enumerate(used, 1):
             try:
-                lives = slot.vector_ready.wait(pidfd, _SPIN_NS, self._timeout_s)
+                is_alive = slot.vector_ready.wait(pidfd, _SPIN_NS, self._timeout_s)
             except TimeoutError:
                 raise CollectiveTimeout(
                     f"replica {replica} of DataParallel sent no batch statistics within "
                     f"{self._timeout_s:g} s; all replicas must run the same layers",
                     missing=[replica],
                 ) from None
-            if not lives or self._failed[0]:
+            if not is_alive or self._failed[0]:
                 raise ReplicaFailed
             total += slot.vector[: len(vector)]
         for slot, _ in used:

@@ -9,7 +9,7 @@ process.
 
 Sums are taken in the order of the replicas: the same bits each time. The usual case is one native
 call on either side: the worker copies all its gradients into its region, and the main process adds
-all regions to its own gradients, which nobody else refers to.
+all regions to its own gradients, if nothing else refers to those.
 """
 
 from __future__ import annotations
@@ -127,6 +127,8 @@ class GradientCapture:
         indices = [index for index, slot in enumerate(slots) if slot.parameter.requires_grad]
         parameters = [slots[index].parameter for index in indices]
         capture = cls(parameters, GradientViews(region, indices), [], [])
+        # The proxies are outputs of one node, so that autograd delivers all gradients in one call.
+        # The node needs an input that requires a gradient, or its outputs would not require any.
         root = torch.empty(0, requires_grad=True)
         apply: Callable[..., tuple[torch.Tensor, ...]] = CaptureGradients.apply
         proxies = iter(apply(capture.captured, parameters, root) if indices else ())
@@ -137,7 +139,7 @@ class GradientCapture:
             parameter.register_post_accumulate_grad_hook(capture.direct.append)
         for slot in slots:
             tensor = next(proxies) if slot.parameter.requires_grad else slot.parameter
-            for holder, name in slot.places:
+            for holder, name in slot.entries:
                 holder[name] = tensor
         return capture
 
@@ -206,7 +208,7 @@ def encode_gradients(
 class WorkerGradients:
     """Gradients one worker computed.
 
-    `all_in_region`: every parameter has one, each at its place in the worker's region.
+    `all_in_region`: every parameter has one, each at its offset in the worker's region.
     """
 
     parameters: Gradients
@@ -276,6 +278,8 @@ class GradientAccumulator:
 
     def expect(self, call: BackwardCall) -> None:
         """The backward that runs now goes through this call."""
+        # By graph task, because backwards nest: a hook or a checkpoint may run one inside another,
+        # and each must sum the gradients of its own calls only.
         task = current_graph_task()
         if task not in self._calls:
             # A backward that failed did not take its calls; one that this one is nested in will.
@@ -286,7 +290,7 @@ class GradientAccumulator:
         self._calls[task].append(weakref.ref(call))
 
     def sums(self, own: Gradients) -> Gradients:
-        """Our own gradients with the workers' added, in place where nobody else refers to ours."""
+        """Our own gradients with the workers' added, in place where nothing else refers to ours."""
         refs = self._calls.pop(current_graph_task(), ())
         calls = [call for ref in refs if (call := ref()) is not None]
         if not calls:
@@ -295,7 +299,7 @@ class GradientAccumulator:
                 "gradients of the other replicas are missing. Return from forward what you want to "
                 "differentiate"
             )
-        # The workers are still busy, so that this close look costs nothing.
+        # Checked before the workers' answers are waited for: while they are busy it costs nothing.
         owned = exclusively_owned(own)
         addresses = self._views[0].addresses_of(own) if all(owned) else None
         others = [each for call in calls for each in call.worker_gradients()]
@@ -320,7 +324,7 @@ def sum_gradients(
 ) -> list[torch.Tensor | None]:
     """For each parameter, the sum over the replicas; None where none has a gradient.
 
-    The sums do not lie in the others' memory, which is reused. Where nobody else refers to our own
+    The sums do not lie in the others' memory, which is reused. Where nothing else refers to our own
     term (`owned`), it becomes the sum.
     """
     sums: list[torch.Tensor | None] = [None] * len(own)

@@ -9,16 +9,17 @@ from torch import nn
 
 from paceline._torch_internals import BatchNormBase, version_of
 
-__all__ = ["BufferPlace", "ModuleBuffers"]
+__all__ = ["BufferEntry", "ModuleBuffers"]
 
-BufferPlace = tuple[dict[str, torch.Tensor | None], str]  # a module's `_buffers` and a name in it
+BufferEntry = tuple[dict[str, torch.Tensor | None], str]  # a module's `_buffers` and a name in it
 _SMALL_BUFFER = 4096  # elements; cheaper to send than to think about
 
 
 class ModuleBuffers:
     """Which buffers changed since they were last sent to the workers.
 
-    `places` are the buffers that are sent; those that require a gradient are shared, as parameters.
+    `entries` are the buffers that are sent; those that require a gradient are shared, like
+    parameters.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -28,14 +29,14 @@ class ModuleBuffers:
             for name, buffer in part._buffers.items()
             if buffer is not None and not buffer.requires_grad
         ]
-        self.places: list[BufferPlace] = [(part._buffers, name) for part, name, _ in buffers]
+        self.entries: list[BufferEntry] = [(part._buffers, name) for part, name, _ in buffers]
         self._owners = [part for part, _, _ in buffers]
         self._seen = [(buffer, _version(buffer)) for _, _, buffer in buffers]
         self._trained_since_seen = False
 
     def fit(self) -> bool:
         """Whether all are still there, with the same shapes and types."""
-        for (holder, name), (seen, _) in zip(self.places, self._seen, strict=True):
+        for (holder, name), (seen, _) in zip(self.entries, self._seen, strict=True):
             now = holder.get(name)
             if now is not seen and (
                 now is None or now.shape != seen.shape or now.dtype != seen.dtype
@@ -46,7 +47,7 @@ class ModuleBuffers:
     def changed(self) -> list[int]:
         """Indices of the buffers that changed since the last call."""
         indices = []
-        for index, (holder, name) in enumerate(self.places):
+        for index, (holder, name) in enumerate(self.entries):
             now = holder[name]
             assert now is not None, "fit() was asked before"
             version = _version(now)
@@ -63,7 +64,7 @@ class ModuleBuffers:
 
     def values(self, indices: Sequence[int]) -> list[torch.Tensor]:
         """The buffers with these indices."""
-        values = [holder[name] for holder, name in (self.places[index] for index in indices)]
+        values = [holder[name] for holder, name in (self.entries[index] for index in indices)]
         return [value for value in values if value is not None]
 
 

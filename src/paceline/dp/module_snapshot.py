@@ -41,8 +41,8 @@ class ModuleSnapshot:
 
     What a forward itself changes in the module, other than numbers, it changes in every replica
     (`accept_forward_changes`). After some forwards that changed nothing this is not looked at any
-    more; should a later one change something all the same, workers are started anew once, as for
-    the user's changes, and the next snapshot is made with `forward_mutates`.
+    more; if a later one does change something, new workers are started once, as for the user's
+    changes, and the next snapshot is made with `forward_mutates`.
     """
 
     def __init__(self, module: nn.Module, forward_mutates: bool = False) -> None:
@@ -54,7 +54,7 @@ class ModuleSnapshot:
         self._capture()
 
     def updates(self) -> list[Update] | None:
-        """What to send to the workers; None if they must be started anew."""
+        """What to send to the workers; None if new workers are needed."""
         if self._is_same():
             return []
         changes = self._small_changes()

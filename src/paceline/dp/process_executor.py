@@ -77,6 +77,7 @@ class ProcessExecutor:
         if len(split.ranges) == 1 or self._has_lazy_parameters():
             args, kwargs = unflatten(split.spec, split.leaves)
             return self._module(*args, **kwargs)
+        unknown = ""
         for _ in range(2):
             ready = self._ready_replica_set()
             if ready is not known or template is None:
@@ -84,10 +85,12 @@ class ProcessExecutor:
             try:
                 template = ready.template(key, split)
                 return ForwardCall(ready, template, split, self._scalars).forward()
-            except serialization.UnknownObject:
-                self.refresh()  # inputs of a class that is younger than the workers
+            except serialization.UnknownObject as error:
+                unknown = str(error)
+                self.refresh()  # inputs of a class defined after the workers were forked
         raise ConfigError(
-            "an input refers to a class or function that workers cannot find even when started anew"
+            f"the input refers to {unknown}, which worker processes cannot import; define it at "
+            "the top level of a module that can be imported"
         )
 
     def refresh(self) -> None:
@@ -114,7 +117,7 @@ class ProcessExecutor:
         )
 
     def _has_lazy_parameters(self) -> bool:
-        """Lazy modules get their shapes from a first forward, in one piece."""
+        """Lazy modules get their shapes from a first forward, which is not split."""
         return self._replica_set is None and any(map(is_lazy, self._module.parameters()))
 
     def _ready_replica_set(self) -> ReplicaSet:

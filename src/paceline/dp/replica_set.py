@@ -1,8 +1,8 @@
 """The replicas of one module: the module itself, workers, and what the workers know of it.
 
-A replica set lives until the user changes the module in a way that takes new workers (another
-child, a hook, a parameter of another shape) or a worker is lost. Smaller changes are noticed before
-each forward and sent along with the next order (`PendingUpdates`).
+A replica set is used until the user changes the module in a way that needs new workers (another
+child, a hook, a parameter of another shape) or a worker ends unexpectedly. Smaller
+changes are noticed before each forward and sent along with the next order (`PendingUpdates`).
 """
 
 from __future__ import annotations
@@ -121,12 +121,14 @@ class ReplicaSet:
         self.templates: BoundedCache[CallKey, CallTemplate] = BoundedCache()
         self.gather_plans: BoundedCache[Any, list[GatherPlan]] = BoundedCache()
         self._channel_user: ChannelUser | None = None
+        # Everything both sides share (parameters, gradient regions, the exchange) exists before the
+        # pool forks: anonymous memory has no name through which it could be opened later.
         self._regions = [GradientRegion(self.parameters) for _ in range(replicas - 1)]
         self._proxies: ParameterProxies | None = None
         with torch.inference_mode(False):
             self._seed = torch.zeros((), dtype=torch.int64)
         setup = WorkerSetup(
-            module, self.parameters, self._regions, self.buffers.places, exchange, threads
+            module, self.parameters, self._regions, self.buffers.entries, exchange, threads
         )
         self.pool = WorkerPool(
             replicas - 1,
@@ -143,6 +145,8 @@ class ReplicaSet:
             return False
         requires_grad = self.parameters.requires_grad_changes()
         buffers = self.buffers.changed()
+        # Noted for every worker, also those that a small batch leaves idle now: each gets all
+        # that it has missed with its next share.
         if updates or requires_grad or buffers:
             for pending in self.pending[1:]:
                 pending.add(updates, requires_grad, buffers)
@@ -180,11 +184,13 @@ class ReplicaSet:
         return self._channel_user is call
 
     def free_channels(self) -> None:
-        """Nobody needs what lies in the channels."""
+        """The contents of the channels are not needed any more."""
         self._channel_user = None
 
     def vacate_channels(self) -> None:
         """Make the channels free for the next order."""
+        # Reset first: to copy its gradients the call may have to receive them, and a failure there
+        # must not leave it registered.
         user, self._channel_user = self._channel_user, None
         if user is not None:
             user.leave_channels()
@@ -192,7 +198,8 @@ class ReplicaSet:
     def receive(self, worker: WorkerHandle) -> Message:
         """A worker's answer.
 
-        If it is lost, or the user interrupts, all workers end: they may not agree any more.
+        If it ended, or the user interrupts, all workers end: the others have answers that are not
+        read any more and could not take another order.
         """
         try:
             return worker.receive()

@@ -2,7 +2,8 @@
 
 Classes and functions that pickle cannot find by name (local ones, lambdas, those of a notebook) are
 referred to by address: a forked process has everything its parent had, at the same place. A worker
-that was forked before the object existed raises `UnknownObject`; the main process then forks anew.
+that was forked before the object existed raises `UnknownObject`; the main process then forks new
+workers.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _Reference = tuple[int, str]  # address, qualified name
 
 
 class UnknownObject(Exception):
-    """The object came into being after this process was forked."""
+    """The object was created after this process was forked."""
 
 
 class ExceptionParts(NamedTuple):

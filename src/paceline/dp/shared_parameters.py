@@ -21,20 +21,21 @@ __all__ = ["SharedParameters", "Slot", "SubstitutedParameters", "aligned_bytes",
 
 _ALIGN = 64
 _Holder = dict[str, torch.Tensor | None]  # a module's `_parameters` or `_buffers`
-_Place = tuple[_Holder, str]
+_Entry = tuple[_Holder, str]  # a holder and a name in it
 _address = torch.Tensor.data_ptr
 _shape = operator.attrgetter("shape")
 
 
 @dataclasses.dataclass
 class Slot:
-    """One parameter, where the module has it, and what is known of it.
+    """One parameter and what is known of it.
 
-    `view` is its part of the shared memory; None if it has no elements.
+    `entries` are where the module refers to it: more than one if layers share it. `view` is its
+    part of the shared memory; None if it has no elements.
     """
 
     parameter: torch.Tensor
-    places: list[_Place]
+    entries: list[_Entry]
     name: str
     view: torch.Tensor | None
     address: int
@@ -51,7 +52,7 @@ class SharedParameters:
     def __init__(self, module: nn.Module) -> None:
         parameters = _find_parameters(module)
         self._holders = [
-            *{id(holder): holder for _, _, places in parameters for holder, _ in places}.values()
+            *{id(holder): holder for _, _, entries in parameters for holder, _ in entries}.values()
         ]
         total = sum(aligned_bytes(parameter) for _, parameter, _ in parameters)
         memory = mmap.mmap(-1, max(total, mmap.PAGESIZE))
@@ -60,12 +61,12 @@ class SharedParameters:
         self.trainable_indices: list[int] = []
         offset = 0
         with torch.no_grad():
-            for name, parameter, places in parameters:
+            for name, parameter, entries in parameters:
                 view = _move(name, parameter, memory, offset)
                 self.slots.append(
                     Slot(
                         parameter,
-                        places,
+                        entries,
                         name,
                         view,
                         parameter.data_ptr(),
@@ -96,13 +97,13 @@ class SharedParameters:
         return [slot.parameter for slot in self.slots]
 
     def belong_to(self, module: nn.Module) -> bool:
-        """Whether these are still the parameters of the module, at the same places."""
+        """Whether these are still the parameters of the module, under the same names."""
         now = [
-            (id(parameter), [(id(holder), name) for holder, name in places])
-            for _, parameter, places in _find_parameters(module)
+            (id(parameter), [(id(holder), name) for holder, name in entries])
+            for _, parameter, entries in _find_parameters(module)
         ]
         return now == [
-            (id(slot.parameter), [(id(holder), name) for holder, name in slot.places])
+            (id(slot.parameter), [(id(holder), name) for holder, name in slot.entries])
             for slot in self.slots
         ]
 
@@ -131,9 +132,9 @@ class SharedParameters:
         return True
 
     def _follow_slot(self, slot: Slot) -> bool:
-        first, name = slot.places[0]
+        first, name = slot.entries[0]
         now = first[name]
-        if now is None or any(holder[key] is not now for holder, key in slot.places[1:]):
+        if now is None or any(holder[key] is not now for holder, key in slot.entries[1:]):
             return False
         if now is slot.parameter and now.data_ptr() == slot.address and now.shape == slot.shape:
             return True
@@ -173,30 +174,30 @@ class SubstitutedParameters:
 
     def __enter__(self) -> None:
         for slot, tensor in self._pairs:
-            for holder, name in slot.places:
+            for holder, name in slot.entries:
                 holder[name] = tensor
 
     def __exit__(self, *exc: object) -> None:
         for slot, tensor in self._pairs:
-            for holder, name in slot.places:
+            for holder, name in slot.entries:
                 if holder.get(name) is tensor:
                     holder[name] = slot.parameter
 
 
-def _find_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor, list[_Place]]]:
-    """Name, tensor and places of each parameter.
+def _find_parameters(module: nn.Module) -> list[tuple[str, torch.Tensor, list[_Entry]]]:
+    """Name, tensor and entries of each parameter.
 
     A buffer that requires a gradient needs the same care and counts as one, in `_buffers`.
     """
-    parameters: dict[int, tuple[str, torch.Tensor, list[_Place]]] = {}
+    parameters: dict[int, tuple[str, torch.Tensor, list[_Entry]]] = {}
     for prefix, part in module.named_modules():
         holders: tuple[_Holder, ...] = (part._parameters, part._buffers)
         for holder in holders:
             for name, tensor in holder.items():
                 if tensor is not None and (holder is part._parameters or tensor.requires_grad):
                     full_name = f"{prefix}.{name}" if prefix else name
-                    entry = parameters.setdefault(id(tensor), (full_name, tensor, []))
-                    entry[2].append((holder, name))
+                    _, _, entries = parameters.setdefault(id(tensor), (full_name, tensor, []))
+                    entries.append((holder, name))
     return list(parameters.values())
 
 

@@ -28,7 +28,7 @@ from paceline.dp import serialization
 from paceline.dp.channel import Channel, Inbox, Message, MessageLayout, Outbox
 from paceline.dp.global_batch_norm import GlobalBatchNorm, StatisticsExchange
 from paceline.dp.gradients import GradientCapture, GradientRegion, encode_gradients
-from paceline.dp.module_buffers import BufferPlace
+from paceline.dp.module_buffers import BufferEntry
 from paceline.dp.module_snapshot import apply_updates
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, Update, meta_of, source_of
 from paceline.dp.shared_parameters import SharedParameters
@@ -46,7 +46,7 @@ class WorkerSetup:
     module: nn.Module
     parameters: SharedParameters
     regions: Sequence[GradientRegion]  # for gradients, one per worker
-    buffers: Sequence[BufferPlace]
+    buffers: Sequence[BufferEntry]
     exchange: StatisticsExchange | None
     threads: int
 
@@ -83,8 +83,8 @@ def serve(
         torch.set_num_threads(1)
         loop()
     else:
-        # A new thread has no OpenMP team yet and starts one; the forked one believes in its
-        # parent's.
+        # A new thread has no OpenMP team yet and starts one; the forked thread would use its
+        # parent's team, whose threads do not exist here, and hang.
         fresh = threading.Thread(target=loop, name="paceline-replica")
         fresh.start()
         fresh.join()
@@ -109,6 +109,8 @@ def _follow_orders(
             _seed_generators(seed + replica)
             continue
         succeeded = _answer(worker, inbox, outbox)
+        # Freeing a graph takes time. Done after the answer, it overlaps with the main process's
+        # work and is not part of the step.
         worker.spent.clear()
         if exchange is not None and not succeeded:
             exchange.report_failure(replica)
@@ -281,6 +283,7 @@ class _Replica:
                 )
             input_gradients = [tensor.grad for tensor in graph.inputs]
         finally:
+            # Also after a failure: gradients that stayed would be added to the next backward's.
             gradients = graph.capture.take()
             self.spent.append(gradients)
             for tensor in graph.inputs:

@@ -73,8 +73,8 @@ class WorkerHandle:
     def _refuse_if_busy(self) -> None:
         if self._is_busy:
             raise RuntimeError(
-                f"replica {self.replica} of DataParallel was sent an order before its answer to "
-                "the last one was read"
+                f"internal error: replica {self.replica} of DataParallel: send() before the answer "
+                "to the previous request was received"
             )
 
     def has_answered(self) -> bool:
@@ -84,9 +84,12 @@ class WorkerHandle:
     def receive(self) -> Message:
         """Wait for the answer. Its tensors (`tensors(answer.layout)`) last until the next order."""
         if not self._is_busy:
-            raise RuntimeError(f"replica {self.replica} of DataParallel was sent no order")
+            raise RuntimeError(
+                f"internal error: replica {self.replica} of DataParallel: receive() without a "
+                "pending request"
+            )
         try:
-            lives = self._answers.wait(self.pidfd, self._spin_ns, self._timeout_s)
+            is_alive = self._answers.wait(self.pidfd, self._spin_ns, self._timeout_s)
         except TimeoutError:
             raise CollectiveTimeout(
                 f"replica {self.replica} of DataParallel (pid {self.pid}) did not answer within "
@@ -94,7 +97,7 @@ class WorkerHandle:
                 "give it more time with timeout=",
                 missing=[self.replica],
             ) from None
-        if not lives:
+        if not is_alive:
             raise self._lost()
         self._is_busy = False
         return self._inbox.read()
@@ -102,9 +105,9 @@ class WorkerHandle:
     def _lost(self) -> PeerLost:
         code = self._reap()
         return PeerLost(
-            f"replica {self.replica} of DataParallel (pid {self.pid}) was lost: it "
-            f"{describe_exit(code)}. Its own output, or the system's log if memory ran out, shows "
-            "why. The step did not happen; the next forward starts new workers",
+            f"replica {self.replica} of DataParallel (pid {self.pid}) ended unexpectedly "
+            f"({describe_exit(code)}). Its own output, or the system's log if memory ran out, "
+            "shows why. The step was not completed; the next forward starts new workers",
             rank=self.replica,
             pid=self.pid,
             exitcode=code,

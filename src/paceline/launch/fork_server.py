@@ -130,6 +130,8 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
         if pid == 0:
             die_with_parent(server)
             os.setpgid(0, 0)
+            # A copy of a descriptor kept here would hide its end from the other side: that of the
+            # control connection from the launcher, that of a role pipe from the rank waiting on it.
             control.close()
             for child in children:
                 os.close(child.role_fd)
@@ -137,6 +139,7 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
             return _become_rank(job, rank, role_read)
         os.close(role_read)
         children.append(_Child(pid, role_write))
+    # Only the ranks write to these: the launcher sees the end of a pipe when its rank is gone.
     for pipes in job.pipes:
         for descriptor in pipes.all():
             os.close(descriptor)
@@ -147,7 +150,7 @@ def _become_rank(job: Job, rank: int, role_fd: int) -> _ThisRank:
     mine = job.pipes[rank]
     os.dup2(mine.stdout, 1)
     os.dup2(mine.stderr, 2)
-    if rank != 0:  # two readers of one terminal help nobody
+    if rank != 0:  # two readers of one terminal would each get part of the input
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, 0)
         os.close(null)
@@ -267,6 +270,8 @@ class _Server:
                 if rank is None:
                     continue  # an orphan that a rank left behind
                 code = os.waitstatus_to_exitcode(status)
+                # Only the first failure: those that follow are mostly its consequences, and the
+                # other nodes show a single reason.
                 if code != 0 and not self._failed:
                     self._failed = True
                     nodes.publish_failure(rank, code)
@@ -347,7 +352,7 @@ class _Nodes:
             )
         )
         info = handler.next_rendezvous()
-        self._handler = handler  # its store's server lives as long as it does
+        self._handler = handler  # its store is served as long as it exists
         self.node = info.rank
         self._store = info.store
         counts = self._ranks_of_nodes(info.store)

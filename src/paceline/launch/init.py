@@ -66,13 +66,13 @@ def init_process_group(
     """Join the job this process was started for, wherever that was.
 
     Takes the arguments of `torch.distributed.init_process_group`; all can be left out. With
-    `init_method` or `store` ranks meet where the caller says and only the backend is chosen here.
+    `init_method` or `store` ranks meet through these and only the backend is chosen here.
     `threads` is for torch's CPU operators (default: PACELINE_THREADS, OMP_NUM_THREADS, else the
     host's allowed cores divided by its ranks). Rank 0 logs what was found in one line on stderr,
     unless `quiet` or PACELINE_QUIET=1.
 
-    Raises `ConfigError` for a half-set or contradictory environment and `CollectiveTimeout` naming
-    ranks that never came.
+    Raises `ConfigError` for an incomplete or contradictory environment and `CollectiveTimeout`
+    naming the ranks that did not join.
     """
     import torch.distributed as dist
 
@@ -147,7 +147,7 @@ def _check_arguments(env: RankEnv, world_size: int, rank: int) -> RankEnv:
         return RankEnv("arguments", rank, world_size, None, None, address[0], int(str(address[1])))
     raise ConfigError(
         f"init_process_group(world_size={world_size}, rank={rank}) contradicts {env.source}, which "
-        f"says rank {env.rank} of {env.world_size}. Leave the arguments out"
+        f"gives rank {env.rank} of {env.world_size}. Leave the arguments out"
     )
 
 
@@ -237,12 +237,12 @@ def placement() -> Placement | None:
 
 
 def rank() -> int:
-    """This process's rank: that of the default group, else the one the environment says."""
+    """This process's rank: that of the default group, else the one from the environment."""
     return current_rank_and_world()[0]
 
 
 def world_size() -> int:
-    """The number of ranks: that of the default group, else the one the environment says."""
+    """The number of ranks: that of the default group, else the one from the environment."""
     return current_rank_and_world()[1]
 
 
@@ -253,7 +253,7 @@ def local_rank() -> int:
     from_environment = find_rank_env(os.environ).local_rank
     if from_environment is None:
         raise ConfigError(
-            "the environment does not say the local rank; it is known after init_process_group()"
+            "the environment does not define the local rank; it is known after init_process_group()"
         )
     return from_environment
 
@@ -265,7 +265,7 @@ def local_world_size() -> int:
     from_environment = find_rank_env(os.environ).local_world_size
     if from_environment is None:
         raise ConfigError(
-            "the environment does not say how many ranks are on this host; it is known after "
+            "the environment does not define how many ranks are on this host; it is known after "
             "init_process_group()"
         )
     return from_environment

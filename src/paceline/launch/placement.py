@@ -48,8 +48,8 @@ class RankResources:
 def agree_on_placement(env: RankEnv, store: Store, timeout_s: float) -> Placement:
     """Meet all ranks at the store; returns this rank's placement.
 
-    Raises `CollectiveTimeout` naming the ranks that did not come, and `PeerLost` if one of this
-    host came and ended before the others were there.
+    Raises `CollectiveTimeout` naming the ranks that did not join, and `PeerLost` if one of this
+    host joined and ended before the others did.
     """
     _claim_rank(env, store)
     mine = RankResources(host_identity(), sorted(allowed_cores()), os.getpid())
@@ -68,8 +68,9 @@ def agree_on_placement(env: RankEnv, store: Store, timeout_s: float) -> Placemen
         pid_in=pid_in,
         describe_missing=lambda missing: (
             f"rank {env.rank} waited {timeout_s:g} s for a world of {env.world_size} "
-            f"({env.source}), but {format_ranks(missing)} did not come. Look at their output "
-            "first; PACELINE_JOIN_TIMEOUT=<seconds> sets a longer wait"
+            f"({env.source}), but {format_ranks(missing)} did not join. Check that every missing "
+            "rank was started and see its output; PACELINE_JOIN_TIMEOUT=<seconds> sets a longer "
+            "wait"
         ),
     )
     resources = [RankResources(**json.loads(value)) for value in values.values()]

@@ -17,7 +17,7 @@ Some state has to live longer than a membership, or below it, and stays process-
     diagnostics.session           Patches torch's classes, of which there is one set per process;
                                   the launcher begins a session before there is a group.
     failure_channel's hooks       sys.excepthook and threading.excepthook belong to the interpreter.
-                                  A failure channel lives as long as its group, which may have been
+                                  A failure channel exists as long as its group, which may have been
                                   made with torch's own functions.
     core.communicator             One descriptor per watched process, however many groups watch it,
                                   and a fork handler that disables communicators in a child.

@@ -16,7 +16,7 @@ def save_requested() -> SaveRequest:
     """Whether all ranks should save now. Call it once per step, on every rank, in the main thread.
 
     The first call starts listening for SIGTERM and SIGUSR1. The result is true on all ranks at the
-    same step, once per request; its `stop` says whether to end after saving:
+    same step, once per request; its `stop` is true if the job should end after saving:
 
         if request := paceline.save_requested():
             paceline.save("last.pt", model=model, optimizer=optimizer, step=step)

@@ -40,8 +40,8 @@ _LAUNCHERS = (
     "slurmstepd",
 )
 
-# Stores served at an address given to us, kept while the process lives: ranks that leave a group
-# and join again at once would otherwise meet at the old server just before it closes.
+# Stores served at an address given to us, kept until the process ends: ranks that leave a group and
+# join again at once would otherwise meet at the old server just before it closes.
 _served: dict[tuple[str, int], TCPStore] = {}
 
 
@@ -62,7 +62,7 @@ class JobStore:
     port_file: pathlib.Path | None = None
 
     def remove_port_file(self) -> None:
-        """Everybody came, or nobody shall come any more."""
+        """All ranks have joined, or no more ranks should."""
         if self.port_file is not None:
             self.port_file.unlink(missing_ok=True)
 
@@ -212,8 +212,8 @@ def _read_port(path: pathlib.Path, env: RankEnv, timeout_s: float) -> int:
                 return int(content["port"])
         time.sleep(0.02)
     raise CollectiveTimeout(
-        f"rank {env.rank} of {env.world_size} ({env.source}) waited {timeout_s:g} s for rank 0, "
-        "which never came",
+        f"rank {env.rank} of {env.world_size} ({env.source}): rank 0 did not join within "
+        f"{timeout_s:g} s; check that rank 0 was started and see its output",
         missing=[0],
     )
 

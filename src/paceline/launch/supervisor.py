@@ -323,8 +323,8 @@ class _JobRun:
         self._output.report_job(f"paceline: {text}")
 
     def _step(self) -> None:
-        """Handle what is ready. Messages of the fork server go first: they say which rank the
-        output belongs to.
+        """Handle what is ready. Messages of the fork server go first: they contain the
+        numbers with which the ranks' output is labelled.
         """
         timeout = self._stop.deadline - time.monotonic()
         ready = self._selector.select(None if timeout == math.inf else max(0.0, timeout))
@@ -407,6 +407,9 @@ class _JobRun:
         requested_by: int | None = None,
     ) -> None:
         """Ask all ranks to end, but for one that is ending anyway. Only the first reason counts."""
+        # A failing job produces many reasons at once: ranks that were asked to stop exit with an
+        # error, their peers report a lost connection. Later ones must neither extend the deadline
+        # nor replace the signal the user sent.
         if self._phase not in {_Phase.STARTING, _Phase.RUNNING}:
             return
         self._phase = _Phase.STOPPING
@@ -428,6 +431,8 @@ class _JobRun:
         # the ranks.
         self._close_connection()
         self._wait_for_fork_server()
+        # A process that a rank detached may hold a pipe open for as long as it likes, so reading
+        # to the end of every pipe could take forever: what has been written is read, with a limit.
         end = time.monotonic() + _DRAIN_S
         while self._open_pipes() and time.monotonic() < end and self._drain():
             pass
@@ -448,7 +453,7 @@ class _JobRun:
         process = self._fork_server.process
         deadline = time.monotonic() + self._plan.rendezvous.timeout_s + _FORK_SERVER_END_S
         while process.poll() is None:
-            # A rank that ends may still have much to write.
+            # A rank that ends may still have much to write, and blocks when its pipe is full.
             self._drain()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(0.02)
@@ -457,7 +462,7 @@ class _JobRun:
         is_unfinished = any(rank.end is None for rank in self._ranks)
         if process.returncode != 0 and self._start_failure is None and is_unfinished:
             self._start_failure = StartFailure(
-                f"the fork server (pid {process.pid}) failed: {describe_exit(process.returncode)}",
+                f"the fork server (pid {process.pid}) failed ({describe_exit(process.returncode)})",
                 process.returncode,
             )
         if self._plan.owns_process:

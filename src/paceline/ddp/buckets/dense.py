@@ -1,10 +1,10 @@
 """Gradients of one dtype and device in one flat tensor.
 
 A gradient that autograd made is copied in once; from then on the parameter's `.grad` *is* its view
-of the bucket, so that neither the average nor the optimizer copies it again. Three ways lead in,
-each for what the one before it refuses: `place_quickly` (all gradients are there and plain, one
-native call copies them), `_place_all` (all are there, torch copies them), `_copy_in_all` (some are
-missing, sparse, of another dtype, or have a graph).
+of the bucket, so that neither the average nor the optimizer copies it again. There are three copy
+paths, each for what the one before it refuses: `copy_in_fast` (all gradients are there and plain,
+one native call copies them), `_place_all` (all are there, torch copies them), `_copy_in_all` (some
+are missing, sparse, of another dtype, or have a graph).
 
 A caller may keep a gradient, or a slice of one, beyond its step. Reference counts show it, and the
 bucket moves to other memory or leaves a copy behind.
@@ -146,7 +146,7 @@ class DenseBucket(Bucket):
         if self._flat is None:
             self.prepare()
         self._placed = False
-        if contribute and len(used) == self.size and (self.place_quickly() or self._place_all()):
+        if contribute and len(used) == self.size and (self.copy_in_fast() or self._place_all()):
             self._placed = True
             return set(used)
         used = {position for position in used if self.parameters[position].grad is not None}
@@ -158,7 +158,7 @@ class DenseBucket(Bucket):
             self.flat.zero_()
         return used
 
-    def place_quickly(self) -> bool:
+    def copy_in_fast(self) -> bool:
         """The usual case in one call: every gradient is there, plain, and moves in for good. False
         changes nothing.
         """
@@ -190,7 +190,7 @@ class DenseBucket(Bucket):
         """
         if self._converts:
             return False
-        targets, sources, homeless = [], [], []
+        targets, sources, to_rebind = [], [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad
             if gradient is view:
@@ -203,9 +203,9 @@ class DenseBucket(Bucket):
                 return False
             targets.append(view)
             sources.append(gradient)
-            homeless.append(parameter)
+            to_rebind.append(parameter)
         self._copy(targets, sources)
-        for parameter, view in zip(homeless, targets, strict=True):
+        for parameter, view in zip(to_rebind, targets, strict=True):
             parameter.grad = view
         return True
 

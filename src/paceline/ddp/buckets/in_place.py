@@ -32,7 +32,7 @@ class InPlaceBucket(DenseBucket):
     def copy_in(self, position: int) -> None:
         """It stays where it is."""
 
-    def place_quickly(self) -> bool:
+    def copy_in_fast(self) -> bool:
         return False
 
     def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
