@@ -369,3 +369,42 @@ def interrupted(rank, world):
 
 def test_ctrl_c_passes(ranks):
     ranks(2, interrupted)
+
+
+class UsesSecondOnly(torch.nn.Module):
+    """The parameters whose bucket is sent last never get a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.second(x)
+
+
+def fail_late_beside_a_skipped_bucket(rank, world):
+    join_group()
+    model = paceline.DistributedDataParallel(
+        UsesSecondOnly(),
+        skip_all_reduce_unused_params=True,
+        find_unused_parameters=True,
+        bucket_cap_mb=0.00002,
+    )
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+    if rank == 1:
+        close = model.reducer._close
+
+        def close_late(step):
+            time.sleep(0.5)
+            step.fail("the needle")
+            close(step)
+
+        model.reducer._close = close_late
+    with pytest.raises(paceline.StepError, match="the needle"):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+def test_a_failure_is_seen_though_the_last_bucket_is_skipped(ranks):
+    """Peers must wait for the closing signal even where no bucket carries gradients with it."""
+    ranks(2, fail_late_beside_a_skipped_bucket)

@@ -265,10 +265,17 @@ class Reducer(BackwardObserver):
             # `_look_for_late_arrivals` compares with what is remembered now.
             if not self.hooks.hooks_every_parameter and not step.defers_to_end:
                 bucket.remember_gradients()
-            if self._config.skip_unused and not used:
+            if self._config.skip_unused and not used and not self._carries_signal(bucket):
                 return
             self._launch(step, bucket)
             self._telemetry.launched(bucket.index)
+
+    def _carries_signal(self, bucket: Bucket) -> bool:
+        """Where nobody waits for signals by themselves, the last bucket shows that all ranks have
+        written their closing one: it cannot be left out.
+        """
+        is_last = bucket.index == len(self._layout.buckets) - 1
+        return is_last and not self.transport.needs_signals_first
 
     def _post(self, step: Step) -> None:
         """Tell the peers what this rank contributes; learn whether any of them has failed."""

@@ -1,7 +1,7 @@
 """Ranks of one host: buckets lie in shared memory and are averaged where they lie, by whoever has
 time.
 
-A rank writes its signal into shared memory, counts itself in and goes on; nobody waits before the
+A rank writes its signal into shared memory, marks its arrival and goes on; nobody waits before the
 end of backward. There every rank reads the signals and computes the weights from them, all the same
 numbers, before it helps with the sums.
 
