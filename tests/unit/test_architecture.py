@@ -35,6 +35,7 @@ LAYERS = [
     ["ddp", "dp"],
     ["integrations"],
     ["diagnostics"],
+    ["observe"],
     ["launch"],
     ["checkpoint", "ray"],
     ["bench"],
