@@ -1,4 +1,4 @@
-"""W2: ranks with different models are told at once, on every rank, by name. Each case is one that
+"""Ranks with different models are told at once, on every rank, by name. Each case is one that
 torch lets through or reports by index on one rank only."""
 
 from __future__ import annotations

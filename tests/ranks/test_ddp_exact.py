@@ -1,4 +1,4 @@
-"""W1: the gradient is that of one process over the global batch, whatever the split."""
+"""The gradient is that of one process over the global batch, whatever the split."""
 
 from __future__ import annotations
 
