@@ -4,6 +4,7 @@ forwards it covers, and when it has finished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
 from paceline.ddp.step import ForwardPass, Phase, Step
 from paceline.ddp.weighting import AverageRule, SampleWindow
+from paceline.errors import PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase as TrainingPhase
 
@@ -153,6 +155,9 @@ class BackwardObserver:
         self.hooks.remove_scaling()
         try:
             self._finish_step(step)
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             self._end_step(step)
             if recorder.current == _BACKWARD:
@@ -172,6 +177,12 @@ class BackwardObserver:
 
     def settle_dropped(self) -> None:
         """If the last backward raised and the program went on, let that be known now."""
+        # What is raised to the program is its own business: peers that are gone are no error here.
+        with contextlib.suppress(PacelineError):
+            self.publish_dropped()
+
+    def publish_dropped(self) -> None:
+        """As `settle_dropped`, and raise if the peers are gone."""
 
     def abandon_step(self) -> None:
         """Forget the backward that is running and the samples counted so far."""

@@ -18,7 +18,6 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -40,7 +39,7 @@ from paceline.ddp.signals import Call, Signal, common_call
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError
+from paceline.errors import MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -164,6 +163,9 @@ class Reducer(BackwardObserver):
             signals = self.transport.signals()
             self._check(signals)
             self.transport.complete()
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             recorder.leave()
         return signals
@@ -567,6 +569,7 @@ class Reducer(BackwardObserver):
             transport.complete()
         texts = transport.all_gather_text(step.failure_text or "")
         self.history.note_error("\n".join(filter(None, texts)))
+        self.history.failure_agreed()
         self.abandon_step()
         return texts
 
@@ -574,11 +577,11 @@ class Reducer(BackwardObserver):
         """This rank cannot finish its step: take part in what is left of it, contributing nothing,
         and publish why.
         """
-        if isinstance(error, PacelineError):
+        self.history.step_failed()
+        if isinstance(error, PacelineError) and not isinstance(error, StepError):
             self.abandon_step()
             return
         text = failure_text(error, where)
-        self.history.step_failed()
         step = self.step
         if step is not None and self.transport.state is not TransportState.IDLE:
             step.fail(text)
@@ -600,7 +603,7 @@ class Reducer(BackwardObserver):
         self._set_weights(step, self.transport.signals())
         return self.transport.complete()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         """If the last backward raised and the program went on, publish that now: peers wait for it.
 
         An error that nobody catches needs no help: it ends the process, and the failure channel
@@ -609,11 +612,11 @@ class Reducer(BackwardObserver):
         step = self.step
         if step is None or (step.phase is not Phase.DROPPED and current_graph_task() >= 0):
             return
-        # What is raised to the program is its own business: peers that are gone are no error here.
-        with contextlib.suppress(PacelineError):
+        try:
             self.fail(sys.exception(), "backward")
-        if self.step is step:
-            self.abandon_step()
+        finally:
+            if self.step is step:
+                self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
         action = self._actions.on_unequal_counts
