@@ -16,6 +16,7 @@ from paceline.ddp.autograd_hooks import AutogradHooks, queue_callback
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
+from paceline.ddp.reducer_compat import ReducerCompat
 from paceline.ddp.step import ForwardPass, Phase, Step
 from paceline.ddp.weighting import AverageRule, SampleWindow
 from paceline.errors import PacelineError
@@ -37,7 +38,7 @@ class StepActions:
     on_unequal_counts: Callable[[list[float]], None] | None = None
 
 
-class BackwardObserver:
+class BackwardObserver(ReducerCompat):
     """Tracks forwards and backwards of one model. Subclasses say what a backward means."""
 
     def __init__(
@@ -56,6 +57,7 @@ class BackwardObserver:
         self.forwards = ForwardTracker()
         self.window = SampleWindow()
         self.step: Step | None = None
+        self._next_backward_syncs = False  # whatever the forward it belongs to says
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:
@@ -95,6 +97,26 @@ class BackwardObserver:
             self.hooks.set_sentinels(forward)
         self.forwards.returned(forward, reachable=reachable)
 
+    def synchronise_next_backward(self) -> None:
+        """The next backward is averaged, whichever forward it belongs to, and whether that has
+        returned or is still running.
+        """
+        self.settle_dropped()
+        if self.step is None and self.tracks(sync=True):
+            self._forget_arrivals()
+            self._next_backward_syncs = True
+            # If it does not come by the outputs of a forward: that of the running one.
+            self.hooks.set_sentinels(ForwardPass(self.forwards.sample_count, sync=True))
+
+    def tracks(self, sync: bool) -> bool:
+        """Whether a forward needs to be tracked at all."""
+        del sync
+        return True
+
+    def follow_plan(self) -> bool:
+        """Change to a better plan, where one has been made; true if there was one."""
+        return False
+
     @property
     def _is_learning(self) -> bool:
         """How backwards of this model come is not known yet."""
@@ -120,7 +142,9 @@ class BackwardObserver:
 
     def _arm(self, task: int, forward: ForwardPass) -> None:
         self.hooks.remove_sentinels()
-        phase = Phase.FILLING if forward.sync else Phase.ACCUMULATING
+        sync = forward.sync or self._next_backward_syncs
+        self._next_backward_syncs = False
+        phase = Phase.FILLING if sync else Phase.ACCUMULATING
         others = self.forwards.reached(forward)
         step = Step(phase, task=task, count=forward.count, keeps_graph=torch.is_grad_enabled())
         self.step = step
@@ -132,12 +156,13 @@ class BackwardObserver:
             self.window.open or (count == 0 and phase is Phase.ACCUMULATING)
         ):
             self.hooks.scale_by(self.window.preview(count))
-        if forward.sync:
+        if sync:
             self._prepare()
 
     def bypassed_outputs(self, forward: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
         """Backward arrived at a parameter before it came to an output of forward."""
-        if self.hooks.note_bypass() and not self._is_learning:
+        announced = self._next_backward_syncs
+        if not announced and self.hooks.note_bypass() and not self._is_learning:
             _logger.warning(
                 "%s: the loss was not computed from forward's outputs. Gradients of the previous "
                 "backward may not have been averaged; later ones will be. Return from forward "

@@ -105,11 +105,6 @@ class Reducer(BackwardObserver):
     def _is_learning(self) -> bool:
         return self._layout.is_learning
 
-    def tracks(self, sync: bool) -> bool:
-        """Whether a forward needs to be tracked at all."""
-        del sync
-        return True
-
     def _name_buckets(self) -> None:
         names = [managed.name for managed in self.managed]
         members = self.transport.members
@@ -150,10 +145,18 @@ class Reducer(BackwardObserver):
     # ------------------------------------------------------------------- forward
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
+        self._install_hooks()
+        super().track_outputs(tensors, sync)
+
+    def synchronise_next_backward(self) -> None:
+        self.follow_plan()  # as before a forward: the backward may belong to none
+        self._install_hooks()
+        super().synchronise_next_backward()
+
+    def _install_hooks(self) -> None:
         if self._lacks_hooks:
             self._lacks_hooks = False
             self.hooks.install(self._layout.buckets, self._layout.sent_early)
-        super().track_outputs(tensors, sync)
 
     def exchange_signals(self, signal: Signal) -> list[Signal]:
         """Exchange signals outside backward. Raises if a peer has failed."""
