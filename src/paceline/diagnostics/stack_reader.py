@@ -19,7 +19,7 @@ import time
 
 from paceline._linux import catches_signal, open_descriptor_of, read_stat
 from paceline.diagnostics.page_reader import StatusPage
-from paceline.telemetry.stack_dump import DUMP_SIGNAL
+from paceline.telemetry.stack_dump import DUMP_MEMFD_NAME, DUMP_SIGNAL
 
 __all__ = ["Frame", "Stack", "main_stack", "request_stacks"]
 
@@ -100,7 +100,7 @@ def request_stacks(page: StatusPage) -> list[Stack]:
     stat = read_stat(page.pid)
     if stat is not None and not stat.is_stopped and catches_signal(page.pid, DUMP_SIGNAL):
         with contextlib.suppress(OSError):
-            descriptor = open_descriptor_of(page.pid, page.stacks_fd)
+            descriptor = _open_dump(page)
             try:
                 os.ftruncate(descriptor, 0)
                 os.kill(page.pid, DUMP_SIGNAL)
@@ -110,6 +110,16 @@ def request_stacks(page: StatusPage) -> list[Stack]:
             if stacks:
                 return stacks
     return _ask_py_spy(page)
+
+
+def _open_dump(page: StatusPage) -> int:
+    """The memory a rank dumps its stacks to. Checked by its name, because it will be emptied: a
+    page that is not what it seems must not cost its owner a file.
+    """
+    name = os.readlink(f"/proc/{page.pid}/fd/{page.stacks_fd}")
+    if not name.startswith(f"/memfd:{DUMP_MEMFD_NAME}"):
+        raise FileNotFoundError(f"descriptor {page.stacks_fd} of {page.pid} is {name}")
+    return open_descriptor_of(page.pid, page.stacks_fd)
 
 
 def main_stack(stacks: list[Stack], page: StatusPage) -> Stack | None:
