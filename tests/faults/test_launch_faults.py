@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from paceline._linux import read_stat
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
 
@@ -153,18 +154,17 @@ def busy(tmp_path):
     ) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
         job.rank_pids = [int((tmp_path / f"up-{rank}").read_text()) for rank in (0, 1)]
-        assert len(job.processes()) == 8  # launcher, fork server, two ranks with two children each
+        # Launcher, reaper, fork server, two ranks with two children each.
+        assert len(job.processes()) == 9
         yield job
 
 
+def _parent_of(pid):
+    return read_stat(pid).parent
+
+
 def _fork_server(job):
-    text = subprocess.run(
-        ["ps", "-o", "ppid=", "-p", str(job.rank_pids[0])],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(text.stdout)
+    return _parent_of(job.rank_pids[0])
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(busy):
@@ -179,6 +179,43 @@ def test_kill_9_of_the_fork_server_leaves_nothing(busy):
     assert busy.wait() == 137
     assert f"the fork server (pid {server})" in busy.last_line
     assert busy.left_after(5.0) == []
+
+
+def _kill_at_once(*pids):
+    """Stopped first, so that none of them can do anything about the death of another."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_kill_9_of_launcher_and_fork_server_at_once_leaves_nothing(busy):
+    _kill_at_once(busy.process.pid, _fork_server(busy))
+    assert busy.left_after(10.0) == []
+
+
+def test_kill_9_of_launcher_and_reaper_at_once_leaves_nothing(busy):
+    _kill_at_once(busy.process.pid, _parent_of(_fork_server(busy)))
+    assert busy.left_after(10.0) == []
+
+
+def test_kill_9_of_the_reaper_is_not_the_end_of_the_job(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text(str(os.getpid()))
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(_parent_of(_parent_of(int((tmp_path / "up-0").read_text()))), signal.SIGKILL)
+        (tmp_path / "go").write_text("go")
+        assert job.wait() == 0
+        assert job.left_after(0.0) == []
 
 
 def test_kill_9_of_the_whole_group_leaves_nothing(busy):

@@ -121,6 +121,7 @@ class Started:
     """From the fork server: every rank has its process."""
 
     pids: tuple[int, ...]
+    server_pid: int
 
 
 @dataclasses.dataclass(frozen=True)

@@ -244,7 +244,9 @@ _EXIT_CODES_WHEN_STOPPED = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 13
 
 
 class _ForkServer:
-    """The fork server's process, and the connection over which it takes orders."""
+    """The fork server, and the connection over which it takes orders. `process` is its reaper,
+    which ends as the fork server does, after everything below it.
+    """
 
     def __init__(self, job: Job, inherited: list[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -286,6 +288,7 @@ class _JobRun:
         self._stop = _Stop()
         self._start_failure: StartFailure | None = None
         self._first_rank = 0
+        self._server_pid: int | None = None
         # Pipes that are not read for want of room, by stream: descriptor -> rank.
         self._paused: dict[str, dict[int, int]] = {stream: {} for stream in _STREAMS}
         self._pages: dict[int, StatusPage] = {}  # as the stall watcher last saw them
@@ -387,6 +390,7 @@ class _JobRun:
             case Started():
                 if self._phase is _Phase.STARTING:
                     self._phase = _Phase.RUNNING
+                self._server_pid = message.server_pid
                 for rank, pid in zip(self._ranks, message.pids, strict=True):
                     rank.pid = pid
             case JobPlaced():
@@ -506,7 +510,8 @@ class _JobRun:
         is_unfinished = any(rank.end is None for rank in self._ranks)
         if process.returncode != 0 and self._start_failure is None and is_unfinished:
             self._start_failure = StartFailure(
-                f"the fork server (pid {process.pid}) failed ({describe_exit(process.returncode)})",
+                f"the fork server (pid {self._server_pid or process.pid}) failed "
+                f"({describe_exit(process.returncode)})",
                 process.returncode,
             )
         if self._plan.owns_process:
