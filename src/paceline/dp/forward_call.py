@@ -142,7 +142,6 @@ class ForwardCall(NotifiesOnDrop):
     def _send_shares(self, modes: tuple[Any, ...]) -> None:
         split, replica_set, template = self._split, self._replica_set, self._template
         replica_set.vacate_channels()
-        replica_set.buffers.expect_forward()
         for worker in self._workers:
             replica = worker.replica
             pending = replica_set.pending[replica]
@@ -155,7 +154,7 @@ class ForwardCall(NotifiesOnDrop):
             sources = [
                 leaf.data_ptr() + offset for leaf, offset in zip(split.leaves, offsets, strict=True)
             ]
-            values = (_FORWARD, (), modes, (), (), ())
+            values = (_FORWARD, (), modes, (), ())
             worker.send(values, self._number, layout, sources, is_repeatable=True)
 
     def _send_share(
@@ -165,38 +164,25 @@ class ForwardCall(NotifiesOnDrop):
         split, template, replica = self._split, self._template, worker.replica
         shares = [split.share(index, replica) for index in template.tensor_indices]
         layout = template.layouts[replica, modes[0]] = self._layout(worker, shares, modes[0])
-        attributes: tuple[Any, ...] = ()
-        buffer_indices: tuple[int, ...] = ()
-        if pending.has_changes:
-            attributes = tuple((*key, value) for key, value in pending.attributes.items())
-            buffer_indices = tuple(sorted(pending.buffers))
-            buffers = self._replica_set.buffers.values(buffer_indices)
-            layout = self._layout(worker, shares, modes[0], buffers)
-            shares += buffers
+        attributes = tuple((*key, value) for key, value in pending.attributes.items())
         releases = tuple(pending.releases)
         requires_grad = tuple(pending.requires_grad.items())
         worker.send(
-            (_FORWARD, releases, modes, attributes, requires_grad, buffer_indices),
+            (_FORWARD, releases, modes, attributes, requires_grad),
             self._number,
             layout,
             [*map(source_of, shares)],
             [split.share(index, replica) for index in template.object_indices],
-            # Buffers alone change in every step, in the same way.
             is_repeatable=not (releases or attributes or requires_grad),
         )
         pending.sent(len(releases))
 
     def _layout(
-        self,
-        worker: WorkerHandle,
-        shares: Sequence[torch.Tensor],
-        grad: bool,
-        buffers: Sequence[torch.Tensor] = (),
+        self, worker: WorkerHandle, shares: Sequence[torch.Tensor], grad: bool
     ) -> MessageLayout:
         metas = tuple(map(meta_of, shares))
         if not grad:
             metas = tuple(meta._replace(requires_grad=False) for meta in metas)
-        metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
         return worker.layout((self._split.spec, self._template.are_tensors), metas)
 
     def _run_own_share(self, with_gradients: bool) -> Any:

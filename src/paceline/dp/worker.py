@@ -28,7 +28,7 @@ from paceline.dp import serialization
 from paceline.dp.channel import Channel, Inbox, Message, MessageLayout, Outbox
 from paceline.dp.global_batch_norm import GlobalBatchNorm, StatisticsExchange
 from paceline.dp.gradients import GradientCapture, GradientRegion, encode_gradients
-from paceline.dp.module_buffers import BufferEntry
+from paceline.dp.module_buffers import ModuleBuffers
 from paceline.dp.module_snapshot import apply_updates
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, Update, meta_of, source_of
 from paceline.dp.shared_parameters import SharedParameters
@@ -46,7 +46,7 @@ class WorkerSetup:
     module: nn.Module
     parameters: SharedParameters
     regions: Sequence[GradientRegion]  # for gradients, one per worker
-    buffers: Sequence[BufferEntry]
+    buffers: ModuleBuffers
     exchange: StatisticsExchange | None
     threads: int
 
@@ -196,18 +196,17 @@ class _Replica:
         modes: tuple[Any, ...],
         updates: Sequence[Update],
         requires_grad: Sequence[tuple[int, bool]],
-        buffers: Sequence[int],
     ) -> _Reply:
         layout = order.layout
         structure, are_tensors = layout.spec
         tensors = inbox.tensors(layout)
-        share_count = len(tensors) - len(buffers)
-        if updates or requires_grad or buffers:
-            self._apply_changes(updates, requires_grad, buffers, tensors[share_count:])
+        if updates or requires_grad:
+            self._apply_changes(updates, requires_grad)
+        self._buffers.restore()
         with self._in_modes(modes), self._batch_norm:
-            inputs = [*map(_own_copy, tensors[:share_count], layout.metas)]
+            inputs = [*map(_own_copy, tensors, layout.metas)]
             leaves: list[Any] = inputs
-            if share_count < len(are_tensors):
+            if len(tensors) < len(are_tensors):
                 leaves = _interleaved(are_tensors, inputs, order.objects)
             if layout.is_flat_call is None:
                 layout.is_flat_call = is_flat_call(structure)
@@ -241,11 +240,7 @@ class _Replica:
         return context
 
     def _apply_changes(
-        self,
-        updates: Sequence[Update],
-        requires_grad: Sequence[tuple[int, bool]],
-        buffers: Sequence[int],
-        values: Sequence[torch.Tensor],
+        self, updates: Sequence[Update], requires_grad: Sequence[tuple[int, bool]]
     ) -> None:
         apply_updates(self._parts, updates)
         for index, flag in requires_grad:
@@ -253,10 +248,6 @@ class _Replica:
         if requires_grad:
             # A new one: graphs keep that of their forward.
             self._capture = GradientCapture.install(self._slots, self._region)
-        with torch.no_grad():
-            for index, value in zip(buffers, values, strict=True):
-                holder, name = self._buffers[index]
-                holder[name] = value.clone()  # not in place: a graph may still use the old one
 
     def _backward(self, order: Message, inbox: Inbox, keeps_graph: bool) -> _Reply:
         (present,) = order.layout.spec
