@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import os
 import random
+import threading
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -191,6 +192,99 @@ def test_nested_inputs_and_outputs(wrap):
     found["out"].sum().backward()
     expected["out"].sum().backward()
     gradients_agree(model.module, bare)
+
+
+class Layer:
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.window = torch.tensor(7)
+        self.length = 0
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
+        self.length += keys.shape[1]
+        return self.keys
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+
+
+@dataclasses.dataclass
+class DecoderOutput(collections.OrderedDict):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    past_key_values: Cache | None = None
+    hidden: Any = None
+
+
+class Decoder(nn.Module):
+    """Outputs as decoders of Hugging Face have them: an object of objects that hold tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4).double()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
+
+    def forward(self, tokens, past_key_values=None):
+        cache = Cache() if past_key_values is None else past_key_values
+        hidden = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            if len(cache.layers) == index:
+                cache.layers.append(Layer())
+            hidden = layer(hidden) + cache.layers[index].update(hidden).mean(1, keepdim=True)
+        loss = hidden.pow(2).mean()
+        best = hidden.sum(2).max(1)  # of a class that is registered with torch.utils._pytree
+        return DecoderOutput(loss, hidden, cache, collections.deque([best], maxlen=2))
+
+
+@pytest.mark.parametrize("batch", [6, 5])
+def test_caches_in_outputs_and_inputs(wrap, batch):
+    bare = Decoder()
+    model = wrap(copy.deepcopy(bare))
+    tokens = torch.randint(9, (batch, 3))
+    for m in (model, bare):
+        first = m(tokens)
+        second = m(tokens[:, :1], past_key_values=first.past_key_values)
+        (first.loss + second.past_key_values.layers[1].keys.pow(2).sum()).backward()
+    gradients_agree(model.module, bare)
+    with torch.no_grad():
+        found, expected = ((m(tokens)) for m in (model, bare))
+        for _ in range(3):
+            for one, other in zip(
+                found.past_key_values.layers, expected.past_key_values.layers, strict=True
+            ):
+                close(one.keys, other.keys)
+                assert (one.length, one.window.item()) == (other.length, 7)
+            assert found.hidden.maxlen == 2
+            assert torch.equal(found.hidden[0].indices, expected.hidden[0].indices)
+            found, expected = (
+                m(tokens[:, :1], past_key_values=out.past_key_values)
+                for m, out in ((model, found), (bare, expected))
+            )
+
+
+def test_an_output_that_cannot_be_gathered_is_named(wrap):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.what = None
+
+        def forward(self, x):
+            values = {"pid": os.getpid(), "lock": threading.Lock(), None: None}
+            return {"x": x, "aside": [values[self.what]]}
+
+    model = wrap(Net())
+    model.module.what = "pid"
+    with pytest.raises(ConfigError, match=r"outputs\['aside'\]\[0\] is not a tensor, .*different"):
+        model(torch.ones(4))
+    model.module.what = "lock"
+    with pytest.raises(ConfigError, match=r"outputs\['aside'\]\[0\], a lock, cannot be gathered"):
+        model(torch.ones(4))
+    model.module.what = None
+    assert model(torch.ones(4))["aside"] == [None]
 
 
 def test_lambdas_local_classes_and_objects_with_a_declared_split(wrap):

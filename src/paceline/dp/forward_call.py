@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from paceline._interpreter import NotifiesOnDrop
-from paceline._pytree import Spec, flatten, unflatten
+from paceline._pytree import Spec, flatten, is_taken_apart_by_attributes, unflatten
 from paceline._torch_internals import keeps_graph, queue_end_of_backward
 from paceline.dp import serialization
 from paceline.dp.autograd_functions import GatherOutputs, Gradients, ScatterInput
 from paceline.dp.call_template import CallTemplate
 from paceline.dp.channel import Message, MessageLayout
-from paceline.dp.gather import GatherPlan, check_same_structure, plan_gather
+from paceline.dp.gather import GatherPlan, ReplicaOutputs, plan_outputs
 from paceline.dp.global_batch_norm import GlobalBatchNorm, ReplicaFailed
 from paceline.dp.gradients import WorkerGradients, sum_gradients
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, meta_of, source_of
@@ -121,7 +121,7 @@ class ForwardCall(NotifiesOnDrop):
         self._send_shares(modes)
         self._state = CallState.FORWARD
         outputs = self._run_own_share(with_gradients)
-        spec, leaves = flatten(outputs)
+        spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._plan_outputs(spec, leaves, tensors, self._receive_all())
         self._state = CallState.READY if with_gradients else CallState.DONE
@@ -287,16 +287,17 @@ class ForwardCall(NotifiesOnDrop):
         key = (spec, metas, *sizes, *(answer.layout for answer in answers))
         plans = known.get(key)
         if plans is None or len(tensors) < len(leaves):
-            objects = [
-                [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-                *(answer.objects for answer in answers),
+            are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            replicas = [
+                ReplicaOutputs(spec, are_tensors, metas, objects),
+                *(
+                    ReplicaOutputs(spec, are_tensors, answer.layout.metas, answer.objects)
+                    for answer in answers
+                    for spec, are_tensors in (answer.layout.spec,)
+                ),
             ]
-            check_same_structure([spec, *(answer.layout.spec for answer in answers)], objects)
-            all_metas = zip(metas, *(answer.layout.metas for answer in answers), strict=True)
-            dim = self._split.dim
-            plans = known.add(
-                key, [plan_gather(output, sizes, dim, self._scalars) for output in all_metas]
-            )
+            plans = known.add(key, plan_outputs(replicas, sizes, self._split.dim, self._scalars))
         self._plans = plans
         self._worker_outputs = [
             worker.tensors(answer.layout)

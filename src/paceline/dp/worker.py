@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline._pytree import flatten, is_flat_call, unflatten
+from paceline._pytree import (
+    flatten,
+    is_flat_call,
+    is_taken_apart_by_attributes,
+    leaf_paths,
+    unflatten,
+)
 from paceline._torch_internals import run_backward
 from paceline.dp import serialization
 from paceline.dp.channel import Channel, Inbox, Message, MessageLayout, Outbox
@@ -32,6 +38,7 @@ from paceline.dp.module_buffers import ModuleBuffers
 from paceline.dp.module_snapshot import apply_updates
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, Update, meta_of, source_of
 from paceline.dp.shared_parameters import SharedParameters
+from paceline.errors import ConfigError
 
 __all__ = ["WorkerSetup", "serve"]
 
@@ -125,7 +132,10 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
         layout, tensors, objects = worker.follow(order, inbox)
         sources = [*map(source_of, tensors)]
         _flush_output()
-        outbox.send(_DONE, call, layout, sources, objects, is_repeatable=True)
+        try:
+            outbox.send(_DONE, call, layout, sources, objects, is_repeatable=True)
+        except ConfigError as error:
+            raise _named(error, layout, objects) from error
         return True
     except serialization.UnknownObject as unknown:
         values: tuple[Any, ...] = (Answer.STALE.value, str(unknown), b"")
@@ -136,6 +146,23 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
     _flush_output()
     outbox.send(values, call, outbox.layout((), ()))
     return False
+
+
+def _named(error: ConfigError, layout: MessageLayout, objects: Sequence[Any]) -> ConfigError:
+    """Which output it is that cannot be sent to the main process."""
+    spec, are_tensors = layout.spec
+    leaves = zip(leaf_paths(spec, "outputs"), are_tensors, strict=True)
+    paths = [path for path, is_tensor in leaves if not is_tensor]
+    for path, value in zip(paths, objects, strict=True):
+        try:
+            serialization.dumps(value)
+        except ConfigError as reason:
+            return ConfigError(
+                f"{path}, a {type(value).__name__}, cannot be gathered from the workers of "
+                f"DataParallel: {reason.__cause__}. Return tensors, or objects that can be pickled "
+                "and are equal in all replicas"
+            )
+    return error
 
 
 def _flush_output() -> None:
@@ -220,7 +247,8 @@ class _Replica:
         return self._reply_with(order.call, outputs, inputs)
 
     def _reply_with(self, call: int, outputs: Any, inputs: Sequence[torch.Tensor]) -> _Reply:
-        spec, leaves = flatten(outputs)
+        spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
+        are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         objects: Sequence[Any] = ()
         if len(tensors) < len(leaves):
@@ -229,7 +257,7 @@ class _Replica:
         if any(meta.requires_grad for meta in metas):
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
             self._graphs[call] = _Graph(tensors, self._capture, wanted)
-        return _Reply(self._outbox.layout(spec, metas), tensors, objects)
+        return _Reply(self._outbox.layout((spec, are_tensors), metas), tensors, objects)
 
     def _in_modes(self, values: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         if values == self._modes_in_force:
