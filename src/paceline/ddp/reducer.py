@@ -190,7 +190,13 @@ class Reducer(BackwardObserver):
         )
 
     def _prepare(self) -> None:
-        for bucket in self._layout.buckets:
+        buckets = self._layout.buckets
+        # A caller may have put one bucket's gradient where another's belongs. All step aside before
+        # the first is filled.
+        if len(buckets) > 1:
+            for bucket in buckets:
+                bucket.restore_views()
+        for bucket in buckets:
             bucket.prepare()
 
     def copy_in(self, index: int, position: int) -> None:
