@@ -39,6 +39,7 @@ from paceline.ddp.config import (
     DDPConfig,
     Policy,
     bucket_limits,
+    check_policy,
     delayed_names,
     refuse_unknown,
     syncs_buffers,
@@ -699,9 +700,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         """`with model.all_or_none():` around one step: if it fails on any rank, it counts on none.
 
         on_error="raise": every rank raises. "skip": every rank goes on after the block, weights,
-        gradients and buffers as they were before it.
+        gradients and buffers as they were before it. Only errors of the step are skipped: the loss
+        of the group, ranks that disagree, Ctrl-C and exit always come through.
         """
-        return StepGuard(self, lambda: self.reducer, on_error or self._config.on_error)
+        policy = self._config.on_error if on_error is None else check_policy(on_error)
+        return StepGuard(self, lambda: self.reducer, policy)
 
     # ------------------------------------------------------------------- no_sync, join
 
