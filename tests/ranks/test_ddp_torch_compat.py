@@ -71,7 +71,9 @@ def synchronise_a_backward_of_no_sync(rank, world, options):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}])
+@pytest.mark.parametrize(
+    "options", [{}, {"bucket_cap_mb": 1e-4}, {"gradient_as_bucket_view": True}]
+)
 def test_a_backward_can_be_told_to_synchronise(ranks, world, options):
     ranks(world, synchronise_a_backward_of_no_sync, options)
 
