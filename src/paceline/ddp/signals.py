@@ -46,8 +46,14 @@ class Signal(NamedTuple):
 
     def pack(self) -> list[float]:
         """The signal as SIGNAL_WIDTH numbers."""
-        call, (reference, total, micro_batches, basis, leading), failed, *flags = self
-        bits = sum(1 << place for place, flag in enumerate(flags) if flag)
+        (
+            call,
+            (reference, total, micro_batches, basis, leading),
+            failed,
+            unused,
+            buffers,
+            follows,
+        ) = self
         return [
             float(call),
             reference,
@@ -56,7 +62,7 @@ class Signal(NamedTuple):
             float(basis),
             leading,
             float(failed),
-            float(bits),
+            unused + 2.0 * buffers + 4.0 * follows,
         ]
 
     @classmethod
