@@ -52,7 +52,7 @@ def synchronise_a_backward_of_no_sync(rank, world, options):
     # Torch's class on Gloo: a group of ours would only ask for one more kind of comparison.
     stock_group = dist.new_group(backend="gloo")
     stock = Stock(net(), process_group=stock_group, **options)
-    ours = paceline.DistributedDataParallel(net(), average="ranks", **options)
+    ours = paceline.DistributedDataParallel(net(), **options)
     for step in range(4):
         for model in (stock, ours):
             model.zero_grad()
