@@ -36,11 +36,17 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, calls_mismatch, common_call
+from paceline.ddp.signals import (
+    Call,
+    Signal,
+    calls_mismatch,
+    common_call,
+    refuse_half_stated,
+)
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import PacelineError
+from paceline.errors import MismatchError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -270,7 +276,7 @@ class Reducer(BackwardObserver):
             contribution = step.count_samples(self.window)
             self._note_arrivals(bucket)
             reached = self._used_in(bucket)
-            is_empty = self.rule.by_samples and contribution.empty
+            is_empty = contribution.empty and not self.rule.by_ranks
             used = bucket.gather(reached, contribute=not is_empty)
             step.used_count += len(used)
             if len(used) < len(reached):
@@ -410,7 +416,7 @@ class Reducer(BackwardObserver):
             return False
         contribution = step.count_samples(self.window)
         # Micro-batches of one size: then ranks whose signals are equal weigh 1 / world.
-        reference, total, micro_batches = contribution
+        reference, total, micro_batches, *_ = contribution
         if not total or reference * micro_batches != total or not bucket.copy_in_fast():
             return False
         bucket.fired.extend(bucket.positions)
@@ -569,6 +575,11 @@ class Reducer(BackwardObserver):
         if common_call(signals) is None:
             step = self.step or Step(Phase.EXCHANGING)
             raise calls_mismatch(signals, self.label, self._end_together(step, signals, detail))
+        try:
+            refuse_half_stated(signals, self.label)
+        except MismatchError:
+            self.abandon_step()
+            raise
         self._notice_unequal_counts(signals)
 
     def _raise_failure(self, signals: Sequence[Signal]) -> NoReturn:
@@ -642,15 +653,14 @@ class Reducer(BackwardObserver):
             self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
+        """Inputs of different leading dimensions, which may or may not be numbers of samples."""
         action = self._actions.on_unequal_counts
-        if action is None or self.history.unequal_counts_reported or not self.rule.by_samples:
+        if action is None or self.history.unequal_counts_reported or self.rule.by_ranks:
             return
-        totals = [signal.contribution.total for signal in signals]
-        with_data = {
-            signal.contribution.total for signal in signals if signal.call is not Call.ANSWER
-        }
-        if any(totals) and len(with_data) > 1 and self.history.note_unequal_counts():
-            action(totals)
+        leading = [signal.contribution.leading for signal in signals]
+        if len({size for size in leading if size}) > 1:
+            self.history.note_unequal_counts()
+            action(leading)
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:
