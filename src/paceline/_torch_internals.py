@@ -10,11 +10,12 @@ do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,11 +57,13 @@ __all__ = [
     "backend_plugin",
     "apply_optimizer_hook",
     "cast_inputs",
+    "compiler_of_frames",
     "current_graph_task",
     "default_store",
     "device_types_of",
     "drop_empty_hook_tables",
     "flatten_dense",
+    "forget_inherited_compile_threads",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
@@ -71,6 +74,7 @@ __all__ = [
     "make_parameters_local",
     "member_tables",
     "move_inputs",
+    "not_compiled",
     "preserve_version",
     "pytree_node",
     "queue_end_of_backward",
@@ -311,6 +315,54 @@ cpp_reference_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 # What torch.autograd.backward ends in (torch/autograd/graph.py), without its checks of arguments,
 # which cost a worker as much as the backward of a small layer.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+# ------------------------------------------------------------------- compiling
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(reason: str, including_calls: bool = True) -> Callable[[_Function], _Function]:
+    """`torch.compile` runs the function, and what it calls, as it is, between two graphs.
+
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds, and costs
+    microseconds for each call. The attributes are those that it sets, for a trace that comes to the
+    call (torch/_dynamo/symbolic_convert.py); the strategy is for a trace that would begin in the
+    function (torch/csrc/dynamo/eval_frame.c). Missing: the import fails, and so does its guard
+    test.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(
+        action.SKIP, action.SKIP if including_calls else action.DEFAULT
+    )
+
+    def mark(function: _Function) -> _Function:
+        marked: Any = function
+        marked._torchdynamo_disable = True
+        marked._torchdynamo_disable_msg = reason
+        eval_frame.set_code_exec_strategy(marked.__code__, strategy)
+        return function
+
+    return mark
+
+
+# What torch.compile calls for each frame that begins now; None where nothing is being compiled
+# (torch/csrc/dynamo/eval_frame.c). `torch.compiler.is_compiling` is only true inside a graph.
+compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def forget_inherited_compile_threads() -> None:
+    """In a forked process: the threads of the compiler's pool do not exist here.
+
+    What is handed to the pool would wait for ever. Torch itself forgets its pool of processes after
+    a fork, but not that of threads (torch/_inductor/async_compile.py). Missing: nothing is
+    forgotten, which the guard test notices.
+    """
+    async_compile = sys.modules.get("torch._inductor.async_compile")
+    if async_compile is not None:
+        with suppress(AttributeError):
+            async_compile.AsyncCompile.pool.cache_clear()
+
 
 # --------------------------------------------------------------------- backend
 

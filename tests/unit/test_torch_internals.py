@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -170,3 +171,46 @@ def test_a_group_has_options_with_a_time_limit():
     options = internals.BackendOptions("paceline", timedelta(seconds=5))
     options._timeout = timedelta(seconds=7)
     assert options._timeout == timedelta(seconds=7)
+
+
+def test_functions_can_be_left_uncompiled():
+    seen: list[bool] = []
+    frames: list[bool] = []
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        frames.append(internals.compiler_of_frames() is not None)
+        return x + 1
+
+    @internals.not_compiled("a reason")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return called(x)
+
+    @internals.not_compiled("a reason", including_calls=False)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        frames.append(internals.compiler_of_frames() is not None)
+        return function(x)
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(lambda x: outer(x) * 2, backend="eager")(x), x + 3)
+    assert torch.equal(outer(x), x + 1)
+    assert seen == [False, False]
+    assert frames == [True, False, False, False]
+    with pytest.raises(Exception, match="a reason"):
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_the_pool_of_the_compiler_is_forgotten():
+    from torch._inductor.async_compile import AsyncCompile
+
+    if AsyncCompile.pool.cache_info().currsize:
+        return  # in use, by a test before this one
+    pool = AsyncCompile.pool()
+    internals.forget_inherited_compile_threads()
+    again = AsyncCompile.pool()
+    assert again is not pool
+    internals.forget_inherited_compile_threads()
+    for each in (pool, again):
+        each.shutdown()
