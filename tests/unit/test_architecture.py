@@ -33,6 +33,7 @@ LAYERS = [
     ["backend"],
     ["data"],
     ["ddp", "dp"],
+    ["optim"],
     ["integrations"],
     ["diagnostics"],
     ["observe"],
