@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.data.global_batch_sampler import GlobalBatchSampler
 from paceline.data.position import Position
+from paceline.data.received_batches import ReceivedBatch
 from paceline.data.seeding import sample_seeds
 from paceline.data.sharded_iterable import ShardedIterable
 
@@ -32,11 +33,13 @@ class BatchRequest:
     number generators alone.
 
     `empty` asks for a batch of zero samples with the structure of the one `indices` would make.
+    `received` is what the batch is of its global batch, where there is one.
     """
 
     indices: list[Any]
     seeds: list[int] | None
     empty: bool = False
+    received: ReceivedBatch | None = None
 
 
 class BatchRequests:
@@ -67,14 +70,15 @@ class GlobalBatchRequests(BatchRequests):
     def __iter__(self) -> Iterator[BatchRequest]:
         epoch, first = self.epoch, self.first
         for batch, indices in enumerate(self._sampler.batches(epoch, first), start=first):
+            received = ReceivedBatch.of(self._sampler.share(batch))
             if indices:
-                yield BatchRequest(indices, self._seeds(epoch, batch, indices))
+                yield BatchRequest(indices, self._seeds(epoch, batch, indices), received=received)
             else:
                 # The first sample of the global batch serves as the example: it exists, and it is
                 # the same one at every world size.
                 example = self._sampler.global_batch(epoch, batch)[:1]
                 seeds = None if self._seed is None else sample_seeds(self._seed, epoch, example)
-                yield BatchRequest(example, seeds, empty=True)
+                yield BatchRequest(example, seeds, empty=True, received=received)
 
     def _seeds(self, epoch: int, batch: int, indices: list[int]) -> list[int] | None:
         if self._seed is None:

@@ -5,6 +5,7 @@ forwards it covers, and when it has finished.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -16,7 +17,8 @@ from paceline.ddp.failures import StepHistory
 from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
 from paceline.ddp.step import ForwardPass, Phase, Step
-from paceline.ddp.weighting import AverageRule, SampleWindow
+from paceline.ddp.weighting import AverageRule, Basis, SampleCount, SampleWindow, combined
+from paceline.errors import ConfigError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase as TrainingPhase
 
@@ -73,9 +75,19 @@ class BackwardObserver:
 
     # ----------------------------------------------------------------------------- forward
 
-    def begin_forward(self, sample_count: float) -> None:
-        """A forward of so many samples is about to run, and backward may follow."""
-        self.forwards.begin(sample_count)
+    def begin_forward(self, count: SampleCount) -> None:
+        """A forward of this weight is about to run, and backward may follow."""
+        if self.window.basis is not None and count.basis is not self.window.basis:
+            self._refuse_half_stated(count)
+        self.forwards.begin(count)
+
+    def _refuse_half_stated(self, count: SampleCount) -> None:
+        """Numbers of samples that were stated cannot be weighed against those nobody stated."""
+        if count.value and Basis.SAMPLES in (count.basis, self.window.basis):
+            raise ConfigError(
+                f"{self.label}: model.count(n) was around some micro-batches of this step, but not "
+                "around others. State a number for every micro-batch, or for none."
+            )
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
         """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
@@ -111,8 +123,7 @@ class BackwardObserver:
             if self.step is None:
                 self._arm(task, forward)
             else:
-                forward.spend()
-                self.step.count += forward.count
+                self.step.cover(forward)
                 if forward.sync and self.step.synchronise():
                     self._prepare()
 
@@ -125,11 +136,9 @@ class BackwardObserver:
         recorder.phase(_BACKWARD)
         self._begin_step(step, is_one_of_several=bool(others))
         queue_callback(self, step.number)
-        count = forward.count + sum(other.count for other in others)
-        if self.rule.by_samples and (
-            self.window.open or (count == 0 and phase is Phase.ACCUMULATING)
-        ):
-            self.hooks.scale_by(self.window.preview(count))
+        if not self.rule.by_ranks and (self.window.open or phase is Phase.ACCUMULATING):
+            counts = (other.count for other in others)
+            self.hooks.scale_by(self.window.preview(functools.reduce(combined, counts, step.count)))
         if forward.sync:
             self._prepare()
 

@@ -25,7 +25,7 @@ __all__ = [
     "warn_of_check_reduction",
 ]
 
-Average = Literal["samples", "ranks"]
+Average = Literal["auto", "samples", "ranks"]
 Policy = Literal["raise", "skip"]
 _CHECK_REPLICAS_EVERY = 200
 
@@ -44,7 +44,7 @@ class DelayedNames:
 class DDPConfig:
     """What a model was wrapped with. Nothing changes it: `dataclasses.replace` makes another."""
 
-    average: Average = "samples"
+    average: Average = "auto"
     on_error: Policy = "raise"
     check_finite: bool = False
     check_replicas_every: int | None = None
@@ -60,10 +60,11 @@ class DDPConfig:
     delayed: DelayedNames | None = None
 
     def __post_init__(self) -> None:
-        if self.average not in ("samples", "ranks"):
+        if self.average not in ("auto", "samples", "ranks"):
             raise ConfigError(
-                'average must be "samples" (exact) or "ranks" (torch\'s plain average), '
-                f"got {self.average!r}"
+                'average must be "auto" (by samples where their number is known), "samples" (by '
+                'the leading dimension of the input) or "ranks" (torch\'s plain average), got '
+                f"{self.average!r}"
             )
         if self.on_error not in ("raise", "skip"):
             raise ConfigError(f'on_error must be "raise" or "skip", got {self.on_error!r}')
@@ -73,7 +74,7 @@ class DDPConfig:
     @property
     def average_rule(self) -> AverageRule:
         by_ranks = self.average == "ranks"
-        return AverageRule(by_samples=not by_ranks, divide_by_world=by_ranks)
+        return AverageRule(by_ranks=by_ranks, divide_by_world=by_ranks)
 
     @property
     def replans(self) -> bool:

@@ -54,10 +54,8 @@ class StepHistory:
     def note_used(self, counts: torch.Tensor | None) -> None:
         self.used_counts = counts
 
-    def note_unequal_counts(self) -> bool:
-        """True the first time."""
-        first, self.unequal_counts_reported = not self.unequal_counts_reported, True
-        return first
+    def note_unequal_counts(self) -> None:
+        self.unequal_counts_reported = True
 
     def note_sync(self, seconds: float) -> None:
         self.last_sync_seconds = seconds

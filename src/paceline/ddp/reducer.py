@@ -36,7 +36,7 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, common_call
+from paceline.ddp.signals import Call, Signal, common_call, refuse_half_stated
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
@@ -247,7 +247,7 @@ class Reducer(BackwardObserver):
             contribution = step.count_samples(self.window)
             self._note_arrivals(bucket)
             reached = self._used_in(bucket)
-            is_empty = self.rule.by_samples and contribution.empty
+            is_empty = contribution.empty and not self.rule.by_ranks
             used = bucket.gather(reached, contribute=not is_empty)
             step.used_count += len(used)
             if len(used) < len(reached):
@@ -387,7 +387,7 @@ class Reducer(BackwardObserver):
             return False
         contribution = step.count_samples(self.window)
         # Micro-batches of one size: then ranks whose signals are equal weigh 1 / world.
-        reference, total, micro_batches = contribution
+        reference, total, micro_batches, *_ = contribution
         if not total or reference * micro_batches != total or not bucket.copy_in_fast():
             return False
         bucket.fired.extend(bucket.positions)
@@ -543,6 +543,7 @@ class Reducer(BackwardObserver):
             self._raise_failure(signals)
         try:
             common_call(signals, self.label)
+            refuse_half_stated(signals, self.label)
         except MismatchError:
             self.abandon_step()
             raise
@@ -616,15 +617,14 @@ class Reducer(BackwardObserver):
             self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
+        """Inputs of different leading dimensions, which may or may not be numbers of samples."""
         action = self._actions.on_unequal_counts
-        if action is None or self.history.unequal_counts_reported or not self.rule.by_samples:
+        if action is None or self.history.unequal_counts_reported or self.rule.by_ranks:
             return
-        totals = [signal.contribution.total for signal in signals]
-        with_data = {
-            signal.contribution.total for signal in signals if signal.call is not Call.ANSWER
-        }
-        if any(totals) and len(with_data) > 1 and self.history.note_unequal_counts():
-            action(totals)
+        leading = [signal.contribution.leading for signal in signals]
+        if len({size for size in leading if size}) > 1:
+            self.history.note_unequal_counts()
+            action(leading)
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:

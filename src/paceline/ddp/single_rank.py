@@ -32,7 +32,7 @@ class SingleRank(BackwardObserver):
         contribution = step.count_samples(self.window)
         if step.phase is Phase.ACCUMULATING:
             return
-        (weight,) = weights_of([contribution], AverageRule(self.rule.by_samples))
+        (weight,) = weights_of([contribution], AverageRule(by_ranks=self.rule.by_ranks))
         if weight not in (0.0, 1.0):
             for managed in self.managed:
                 if managed.parameter.grad is not None:
