@@ -25,6 +25,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline import optim as optim
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import (
@@ -77,7 +78,7 @@ _LAZY: dict[str, str] = {
     "trace": "paceline.diagnostics.session",
 }
 # Public modules that are imported on first use.
-_LAZY_MODULES = {"ray"}
+_LAZY_MODULES = {"optim", "ray"}
 
 __all__ = [
     "__version__",
@@ -114,6 +115,7 @@ __all__ = [
     "save",
     "load",
     "trace",
+    "optim",
     "ray",
 ]
 
