@@ -38,6 +38,7 @@ LAYERS = [
     ["observe"],
     ["launch"],
     ["checkpoint", "ray"],
+    ["training"],
     ["bench"],
     ["cli"],
 ]
