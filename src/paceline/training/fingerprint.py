@@ -28,7 +28,7 @@ _VARIABLES = (
 def take_fingerprint() -> Fingerprint:
     """The fingerprint of this process, by what is compared."""
     fingerprint = {
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "processor": _processor(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),

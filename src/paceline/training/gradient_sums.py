@@ -38,7 +38,9 @@ Gradients: TypeAlias = list[torch.Tensor | None]
 
 # What the gradients are: one of these letters for each parameter.
 GradientKinds: TypeAlias = str
-NO_GRADIENT, DENSE, SPARSE = "-", "d", "s"
+NO_GRADIENT = "-"
+DENSE = "d"
+SPARSE = "s"
 
 # Types in which sums would lose too much, and those in which they are taken instead.
 SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}

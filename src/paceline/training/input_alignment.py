@@ -41,11 +41,14 @@ def _is_aligned(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is not torch.strided
         or tensor.device.type != "cpu"
+        or tensor.numel() == 0
         or tensor.data_ptr() % _BYTES == 0
     )
 
 
 def _aligned(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and not _is_aligned(leaf):
-        return leaf.clone()
-    return leaf
+    if not isinstance(leaf, torch.Tensor) or _is_aligned(leaf):
+        return leaf
+    # With the same strides, whatever they are: kernels choose by them, too.
+    reach = sum((size - 1) * stride for size, stride in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.as_strided((reach + 1,), (1,)).clone().as_strided(leaf.shape, leaf.stride())

@@ -1,9 +1,10 @@
 """How a global batch is cut into shards, and which rank computes which of them; pure.
 
-The boundaries are those of a full batch, whatever the number of ranks: with as many samples as
-`batch_size` every shard has the same samples or one more than the next. A batch that has fewer
-samples, the last one of an epoch, keeps these boundaries and ends earlier. So shapes recur, and no
-shard of a single sample appears that a full batch does not have, but for the one that is cut.
+The boundaries are those of a full batch, whatever the number of ranks: its shards have the same
+number of samples, the first ones one more where it does not divide. A batch of fewer samples, the
+last one of an epoch, keeps these boundaries and ends earlier, so that shapes recur. Where it would
+end with a shard of a single sample, of which BatchNorm can make nothing, that sample joins the
+shard before.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ class ShardPlan:
     def _new_plan(self, samples: int) -> BatchPlan:
         full = [share_of(self.batch_size, number, self.shards) for number in range(self.shards)]
         bounds = [(part.start, min(part.stop, samples)) for part in full if part.start < samples]
+        if len(bounds) > 1 and bounds[-1][1] - bounds[-1][0] == 1 < full[len(bounds) - 1].count:
+            bounds[-2:] = [(bounds[-2][0], samples)]
         divisor = math.gcd(*(stop - start for start, stop in bounds))
         return BatchPlan(
             tuple(

@@ -435,7 +435,9 @@ def _digest(tensors: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for tensor in tensors:
         if isinstance(tensor, torch.Tensor) and tensor.numel():
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            digest.update(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
     return digest.hexdigest()
 
 
