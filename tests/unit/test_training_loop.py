@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import pathlib
 import random
 import re
 
@@ -67,6 +68,13 @@ def step(model, batch, optimizer):
 
 def weights(model):
     return exact_models.digest(model, [], [])
+
+
+def test_the_example_of_the_documentation_runs(capsys):
+    page = pathlib.Path(__file__).parents[2] / "docs" / "exactness.md"
+    example = re.search(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    exec(compile(example[1], str(page), "exec"), {"__name__": "example"})
+    assert capsys.readouterr().out.splitlines()[-1].startswith("14 ")
 
 
 # --- what comes out ---------------------------------------------------------------------------

@@ -130,6 +130,11 @@ class GlobalBatch:
             )
         return self._metrics
 
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop over the shards has begun but did not come to its end."""
+        return self._state not in (_State.NOT_BEGUN, _State.COMPLETE)
+
     def check_not_in_loop(self, what: str) -> None:
         """Raise `StepError` if the loop over the shards has begun but not ended."""
         if self._state is _State.IN_LOOP:
@@ -152,6 +157,11 @@ class GlobalBatch:
             for index in range(len(self._own)):
                 self._input(index)
             self._on_complete(PassResult({}, set()))
+        self.release_inputs()
+
+    def release_inputs(self) -> None:
+        """Let go of the loader, whose workers end when nobody iterates over it any more."""
+        self._inputs = iter(())
         self._loaded.clear()
 
     def _input(self, index: int) -> Any:

@@ -192,6 +192,15 @@ class Training:
             self._batch = None
             self._epoch_done = True
 
+    def _leave_batches(self) -> None:
+        """The loop over the batches is over, or was left. A loop over shards that was left early is
+        remembered: what follows must not use its gradients.
+        """
+        if self._batch is not None:
+            self._batch.release_inputs()
+            if not self._batch.is_open:
+                self._batch = None
+
     @contextlib.contextmanager
     def _training_environment(self) -> Iterator[None]:
         generators, threads = TrainingRandomState(), torch.get_num_threads()
@@ -201,6 +210,7 @@ class Training:
         finally:
             torch.set_num_threads(threads)
             generators.restore()
+            self._leave_batches()
 
     def _begin_next_epoch(self) -> None:
         self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
