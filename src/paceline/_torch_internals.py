@@ -67,6 +67,8 @@ __all__ = [
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
     "hidden_worker_info",
     "implementation_of",
     "is_profiling",
@@ -146,6 +148,8 @@ implementation_of: Callable[[Any], int] = attrgetter("_cdata")
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_div_: Callable[..., Any] = torch._foreach_div_
+foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 
 
 def storage_users(tensor: torch.Tensor) -> int:

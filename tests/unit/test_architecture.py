@@ -40,6 +40,7 @@ LAYERS = [
     ["observe"],
     ["launch"],
     ["checkpoint", "ray"],
+    ["training"],
     ["bench"],
     ["cli"],
 ]

@@ -79,6 +79,10 @@ def test_many_tensors_at_once():
     flat = internals.flatten_dense(tensors)
     assert [part.shape for part in internals.unflatten_dense(flat, tensors)] == [(2,), (3,)]
     assert [total.sum() for total in internals.foreach_add(tensors, tensors)] == [0, 0]
+    internals.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
+    internals.foreach_mul_(tensors, 6)
+    internals.foreach_div_(tensors, 2)
+    assert [total.sum() for total in tensors] == [6, 9]
 
 
 def test_tables_of_members_show_what_is_replaced():
