@@ -285,6 +285,34 @@ def test_interrupted_while_torch_is_being_imported(tmp_path):
         assert job.left_after(2.0) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "code", "message"),
+    [
+        ("nosuch", 2, "--preload should name modules, but 'nosuch' cannot be imported"),
+        ("nosuch.part", 2, "ModuleNotFoundError: No module named 'nosuch'"),
+        (".part", 1, "'.part' cannot be imported: TypeError"),
+        ("broken", 1, "'broken' cannot be imported: ValueError: half a module"),
+        ("leaves", 1, "'leaves' cannot be imported: SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_before_the_ranks(tmp_path, module, code, message):
+    write_script(tmp_path, "raise ValueError('half a module')", "broken.py")
+    write_script(tmp_path, "raise SystemExit(3)", "leaves.py")
+    found, job = _run(write_script(tmp_path, "print('never')"), options=(f"--preload={module}",))
+    assert found == code
+    assert message in job.last_line
+    assert ("Traceback" in job.stderr) == (code == 1)  # where the module itself fails is shown
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_sentence(tmp_path):
+    command = " ".join(run_command(write_script(tmp_path, "print('never')"), ranks=8))
+    with launched(["bash", "-c", f"ulimit -n 40; exec {command}"]) as job:
+        assert job.wait() == 2
+    assert len(job.stderr.splitlines()) == 1
+    assert "8 ranks need" in job.stderr
+    assert "(ulimit -n): start fewer ranks, or raise the limit" in job.stderr
+
+
 def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
     script = write_script(
         tmp_path,

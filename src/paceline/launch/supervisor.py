@@ -51,6 +51,7 @@ from paceline.launch.messages import (
     StartFailure,
 )
 from paceline.launch.output import Output
+from paceline.launch.resources import allow_open_files
 from paceline.telemetry.variables import WATCHED
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = ["Failure", "JobResult", "Plan", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
+_LONGEST_WAIT_S = 3600.0  # the kernel takes no timeout of many days
 _FORK_SERVER_END_S = 30.0
 _READ_BYTES = 1 << 16
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -144,6 +146,7 @@ class Supervisor:
     def run(self) -> JobResult:
         began = time.monotonic()
         try:
+            allow_open_files(self._plan.ranks)
             run = _JobRun(self._plan, self._output, self._requests)
             try:
                 run.until_over()
@@ -351,8 +354,10 @@ class _JobRun:
         numbers with which the ranks' output is labelled.
         """
         self._choose_pipes()
-        timeout = self._stop.deadline - time.monotonic()
-        ready = self._selector.select(None if timeout == math.inf else max(0.0, timeout))
+        timeout = max(0.0, self._stop.deadline - time.monotonic())
+        ready = self._selector.select(
+            None if timeout == math.inf else min(timeout, _LONGEST_WAIT_S)
+        )
         for key, _ in sorted(ready, key=lambda item: item[0].data[0] != "control"):
             kind, rank = key.data
             if kind == "control":
