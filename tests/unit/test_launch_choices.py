@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import paceline
 from paceline.core import NativeStatus
 from paceline.errors import ConfigError
 from paceline.launch.backend_choice import choose_backend
@@ -62,6 +63,29 @@ def test_asking_for_the_missing_core_is_an_error():
 def test_a_backend_that_torch_does_not_know_is_an_error(name):
     with pytest.raises(ConfigError, match=f"PACELINE_BACKEND should be one of .* but is {name!r}"):
         choose_backend(None, {"PACELINE_BACKEND": name}, WORKS, None, KNOWN)
+    with pytest.raises(ConfigError, match=f"backend should be one of .* but is {name!r}"):
+        choose_backend(name, {}, WORKS, None, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"backend": 3}, "backend should be one of .*but is 3"),
+        ({"rank": "0"}, "rank should be a whole number but is '0'"),
+        ({"world_size": 1.5}, "world_size should be a whole number but is 1.5"),
+        ({"rank": 5, "world_size": 2}, "a rank is one of 0"),
+        ({"rank": 0, "world_size": 0}, "a rank is one of 0"),
+        ({"threads": "x"}, "threads should be a number of threads but is 'x'"),
+        ({"threads": -1}, "threads should be a number of threads but is -1"),
+        ({"device_id": "cuda"}, r"device_id should be a number or a torch\.device but is 'cuda'"),
+        ({"timeout": 30}, r"timeout should be a datetime\.timedelta but is 30"),
+    ],
+)
+def test_wrong_arguments_of_init_process_group(monkeypatch, arguments, message):
+    for name in ("RANK", "WORLD_SIZE", "PACELINE_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises((ConfigError, TypeError), match=message):
+        paceline.init_process_group(**arguments)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,8 @@ class HookSpec:
 
     @classmethod
     def of_builtin(cls, kind: BuiltinCommHookType) -> HookSpec:
+        if not isinstance(kind, BuiltinCommHookType):
+            raise TypeError(f"a built-in hook is a BuiltinCommHookType, got {kind!r}")
         return cls(str(kind), builtin=kind.name)
 
     @classmethod
@@ -156,6 +158,12 @@ def check_hook(hook: Any) -> None:
         raise ConfigError(f"a communication hook takes (state, bucket), this one {signature}")
     if bucket.annotation not in (inspect.Parameter.empty, GradBucket, "dist.GradBucket"):
         raise ValueError("Communication hook: bucket annotation should be dist.GradBucket.")
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise ConfigError(
+            f"a communication hook takes (state, bucket), this one {signature}"
+        ) from error
     expected = (
         inspect.Signature.empty,
         torch.futures.Future[torch.Tensor],

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.weighting import AverageRule
@@ -19,6 +23,12 @@ __all__ = [
     "DelayedNames",
     "Policy",
     "bucket_limits",
+    "check_devices",
+    "check_dim",
+    "check_flags",
+    "check_group",
+    "check_mesh",
+    "check_module",
     "check_policy",
     "delayed_names",
     "refuse_unknown",
@@ -29,6 +39,8 @@ __all__ = [
 Average = Literal["auto", "samples", "ranks"]
 Policy = Literal["raise", "skip"]
 _CHECK_REPLICAS_EVERY = 200
+_LARGEST_MIB = 2**40  # more bytes do not fit a 64-bit number
+_SHOWN_LENGTH = 80  # of a wrong value in a message
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -68,6 +80,13 @@ class DDPConfig:
                 f"{self.average!r}"
             )
         check_policy(self.on_error)
+        _check_interval(self.check_replicas_every)
+        if self.mixed_precision is not None and not hasattr(self.mixed_precision, "param_dtype"):
+            raise TypeError(
+                "mixed_precision should have param_dtype, reduce_dtype and buffer_dtype, as "
+                "torch.distributed.fsdp.MixedPrecision has, got "
+                f"{_shown(self.mixed_precision)}"
+            )
 
     # ----------------------------------------------------------------------------- what follows
 
@@ -110,6 +129,51 @@ class DDPConfig:
         return {f"argument {name}": str(value) for name, value in chosen.items()}
 
 
+def check_module(module: Any) -> None:
+    """What is wrapped is a module."""
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"DistributedDataParallel wraps a torch.nn.Module, got {_shown(module)}")
+
+
+def check_group(group: Any) -> None:
+    """What is given as a group is one, of whatever kind: also the caller's own."""
+    if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+        raise ConfigError(
+            "process_group: this rank is not a member of the group; wrap the model on its members "
+            "only"
+        )
+    if isinstance(group, type) or not all(hasattr(group, name) for name in ("rank", "size")):
+        raise TypeError(
+            "process_group should be a process group (None: the default group; see "
+            f"torch.distributed.new_group), got {_shown(group)}"
+        )
+
+
+def check_mesh(mesh: Any) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"device_mesh should be a DeviceMesh, got {_shown(mesh)}")
+
+
+def check_devices(device_ids: Any) -> None:
+    """A list; what is in it is looked at where it is used."""
+    if device_ids is not None and not isinstance(device_ids, list | tuple):
+        raise TypeError(
+            f"device_ids should be None or a list of one device, got {_shown(device_ids)}"
+        )
+
+
+def check_dim(dim: Any) -> None:
+    if not isinstance(dim, int):
+        raise TypeError(f"dim should be a whole number, got {_shown(dim)}")
+
+
+def check_flags(**flags: Any) -> None:
+    """Arguments that are on or off. None and 0 are off, as in torch; a text would be on."""
+    for name, value in flags.items():
+        if value is not None and not isinstance(value, int | np.bool_):
+            raise TypeError(f"{name} should be True or False, got {_shown(value)}")
+
+
 def check_policy(on_error: Policy) -> Policy:
     """The policy, if it is one."""
     if on_error not in ("raise", "skip"):
@@ -130,8 +194,43 @@ def bucket_limits(
     bucket_cap_mb: float | None, bucket_cap_mb_list: Sequence[float] | None
 ) -> tuple[BucketLimits, tuple[int, ...]]:
     """The limits in force, and those of the list if there is one."""
-    sizes = tuple(int(mb * MIB) for mb in bucket_cap_mb_list or ())
-    return BucketLimits.create(bucket_cap_mb, bucket_cap_mb_list), sizes
+    several: Any = bucket_cap_mb_list
+    if several is not None and (isinstance(several, str) or not isinstance(several, Iterable)):
+        raise TypeError(f"bucket_cap_mb_list should be a list of numbers, got {_shown(several)}")
+    caps = [_mib(f"bucket_cap_mb_list[{i}]", mb) for i, mb in enumerate(several or ())]
+    cap = None if bucket_cap_mb is None else _mib("bucket_cap_mb", bucket_cap_mb)
+    return BucketLimits.create(cap, caps), tuple(int(mb * MIB) for mb in caps)
+
+
+def _mib(name: str, value: Any) -> float:
+    message = f"{name} should be a number of MiB, 0 or more, got {_shown(value)}"
+    if isinstance(value, bool | str | bytes):
+        raise TypeError(message)
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(message) from error
+    if not 0 <= number <= _LARGEST_MIB:
+        raise ConfigError(message)
+    return number
+
+
+def _check_interval(every: Any) -> None:
+    if every is None:
+        return
+    is_number = hasattr(every, "__index__") and not isinstance(every, bool)
+    if not is_number or operator.index(every) < 0:
+        raise ConfigError(
+            f"check_replicas_every should be a number of steps, 0 for never, got {_shown(every)}"
+        )
+
+
+def _shown(value: Any) -> str:
+    """A value in a message: short, and in one line."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= _SHOWN_LENGTH else f"{text[: _SHOWN_LENGTH - 3]}..."
 
 
 def delayed_names(
@@ -147,12 +246,26 @@ def delayed_names(
         )
     if not named or trigger is None:
         return None
+    if not isinstance(named, list | tuple) or not all(_is_named(entry) for entry in named):
+        raise TypeError(
+            "delay_all_reduce_named_params should be a list of (name, parameter), as "
+            f"named_parameters() gives them, got {_shown(named)}"
+        )
     names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for name, _ in named:
+        if name not in names.values():
+            raise ConfigError(
+                f"delay_all_reduce_named_params: {type(module).__name__} has no parameter {name!r}"
+            )
     if id(trigger) not in names:
         raise ConfigError(
             "param_to_hook_all_reduce is not a parameter of the module that is wrapped"
         )
     return DelayedNames(tuple(name for name, _ in named), names[id(trigger)])
+
+
+def _is_named(entry: Any) -> bool:
+    return isinstance(entry, list | tuple) and len(entry) == 2 and isinstance(entry[0], str)
 
 
 def syncs_buffers(

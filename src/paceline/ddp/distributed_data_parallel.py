@@ -40,6 +40,12 @@ from paceline.ddp.config import (
     DDPConfig,
     Policy,
     bucket_limits,
+    check_devices,
+    check_dim,
+    check_flags,
+    check_group,
+    check_mesh,
+    check_module,
     check_policy,
     delayed_names,
     refuse_unknown,
@@ -154,6 +160,21 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         super().__init__()
         Joinable.__init__(self)
         refuse_unknown(unknown)
+        check_module(module)
+        check_devices(device_ids)
+        check_dim(dim)
+        check_flags(
+            broadcast_buffers=broadcast_buffers,
+            init_sync=init_sync,
+            find_unused_parameters=find_unused_parameters,
+            check_reduction=check_reduction,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+            skip_all_reduce_unused_params=skip_all_reduce_unused_params,
+            batched_grad_copy=batched_grad_copy,
+            forward_sync_buffers=forward_sync_buffers,
+            check_finite=check_finite,
+        )
         if check_reduction:
             warn_of_check_reduction()
         sync_always, sync_now = syncs_buffers(broadcast_buffers, forward_sync_buffers)
@@ -208,7 +229,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if process_group is not None and device_mesh is not None:
             raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
         if device_mesh is None:
-            return process_group if process_group is not None else _default_group()
+            if process_group is None:
+                return _default_group()
+            check_group(process_group)
+            return process_group
+        check_mesh(device_mesh)
         if device_mesh.ndim != 1:
             raise ConfigError(f"Only 1D device mesh is supported, but got {device_mesh}.")
         self.device_mesh = device_mesh
@@ -724,6 +749,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         With an optimizer (or a function that steps it), this rank takes their steps along and stays
         equal in every respect. Without one, the weights are copied at the end, and only they.
         """
+        if optimizer is not None and not (
+            isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)
+        ):
+            raise TypeError(
+                f"no_more_data() takes an optimizer or a function that steps it, got {optimizer!r}"
+            )
         reducer = self.reducer
         if not isinstance(reducer, Reducer):
             return
@@ -1021,9 +1052,15 @@ def _shorten(changes: Sequence[str]) -> str:
 
 
 def _device_index(device: int | torch.device) -> int:
-    if isinstance(device, torch.device):
-        return device.index or 0
-    return int(device)
+    if isinstance(device, int):
+        return device
+    try:
+        return torch.device(device).index or 0
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"device_ids and output_device should name devices by number or as torch.device does, "
+            f"got {device!r}"
+        ) from error
 
 
 def _take_step(optimizer: torch.optim.Optimizer | Callable[[], None]) -> None:

@@ -21,7 +21,7 @@ from paceline._torch_internals import (
 )
 from paceline.ddp.buffers import BufferHook, sync_buffers
 from paceline.ddp.comm_hooks import Hook, HookSpec
-from paceline.ddp.config import Average, DDPConfig, Policy
+from paceline.ddp.config import Average, DDPConfig, Policy, check_group
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.plan import MIB
 from paceline.ddp.reducer import Reducer
@@ -170,6 +170,7 @@ class TorchCompat:
 
     def _update_process_group(self, new_process_group: dist.ProcessGroup) -> None:
         """Go on in another group (shrunk or grown)."""
+        check_group(new_process_group)
         self.process_group = new_process_group
         self._rebuild()
 

@@ -35,9 +35,10 @@ def choose_backend(
     of all backends.
     """
     if requested is not None:
+        _check_backend("backend", requested, known)
         return BackendChoice(requested)
     if name := environ.get("PACELINE_BACKEND"):
-        _check_backend(name, known)
+        _check_backend("PACELINE_BACKEND", name, known)
         if name == "paceline" and not native.available:
             raise ConfigError(
                 f"PACELINE_BACKEND=paceline, but {native.reason}; unset it to use gloo, or see "
@@ -49,13 +50,13 @@ def choose_backend(
     return BackendChoice(_join("gloo", accelerator), f"slower than shared memory: {native.reason}")
 
 
-def _check_backend(text: str, known: Collection[str]) -> None:
+def _check_backend(source: str, text: str, known: Collection[str]) -> None:
     """One name, or a name for each kind of device: `cpu:gloo,cuda:nccl`."""
-    for part in text.split(","):
+    for part in str(text).split(","):
         device, _, name = part.rpartition(":")
-        if name.lower() not in known or (bool(device) != (":" in text)):
+        if name.lower() not in known or (bool(device) != (":" in str(text))):
             raise ConfigError(
-                f"PACELINE_BACKEND should be one of {', '.join(sorted(known))}, or one for each "
+                f"{source} should be one of {', '.join(sorted(known))}, or one for each "
                 f"kind of device, such as cpu:gloo,cuda:nccl, but is {text!r}"
             )
 

@@ -89,8 +89,7 @@ def init_process_group(
             f"{dist.get_world_size()}). Call init_process_group once, or destroy_process_group() "
             "first"
         )
-    if timeout is not None and not isinstance(timeout, datetime.timedelta):
-        raise TypeError(f"timeout should be a datetime.timedelta but is {timeout!r}")
+    _check_types(timeout, world_size, rank, device_id, threads)
     choice = choose_backend(
         backend, os.environ, native_status(), accelerator_backend(), known_backends()
     )
@@ -140,6 +139,20 @@ def _join(
     return ProcessContext(placement, store, serves_store=job_store.served_here)
 
 
+def _check_types(timeout: Any, world_size: Any, rank: Any, device_id: Any, threads: Any) -> None:
+    import torch
+
+    if timeout is not None and not isinstance(timeout, datetime.timedelta):
+        raise TypeError(f"timeout should be a datetime.timedelta but is {timeout!r}")
+    for name, number in (("world_size", world_size), ("rank", rank)):
+        if not isinstance(number, int):
+            raise TypeError(f"{name} should be a whole number but is {number!r}")
+    if threads is not None and (not isinstance(threads, int) or threads < 0):
+        raise ConfigError(f"threads should be a number of threads but is {threads!r}")
+    if device_id is not None and not isinstance(device_id, int | torch.device):
+        raise TypeError(f"device_id should be a number or a torch.device but is {device_id!r}")
+
+
 def _check_arguments(env: RankEnv, world_size: int, rank: int) -> RankEnv:
     """The environment's rank and world, checked against those the caller named."""
     if (world_size, rank) in {(-1, -1), (env.world_size, env.rank)}:
@@ -149,6 +162,11 @@ def _check_arguments(env: RankEnv, world_size: int, rank: int) -> RankEnv:
             name for name, value in (("world_size", world_size), ("rank", rank)) if value < 0
         ]
         address = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if world_size == 0 or rank >= world_size > 0:
+            raise ConfigError(
+                f"init_process_group(world_size={world_size}, rank={rank}): a rank is one of "
+                "0..world_size - 1"
+            )
         if missing or None in address or not str(address[1]).isdigit():
             raise ConfigError(
                 f"init_process_group(world_size={world_size}, rank={rank}) needs both numbers and "
