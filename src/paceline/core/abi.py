@@ -32,7 +32,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -43,12 +43,11 @@ _LIBRARY = _HERE / "libpaceline_core.so"
 class Status:
     """`plc_status`."""
 
-    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
-        range(11)
-    )
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID = range(7)
+    SYSTEM, PENDING, SIZE, NESTED, DIVERGED = range(7, 12)
     NAMES = (
         *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
-        *("PENDING", "SIZE", "NESTED"),
+        *("PENDING", "SIZE", "NESTED", "DIVERGED"),
     )
 
 
@@ -66,7 +65,8 @@ class Kind:
         REDUCE_SCATTER,
         ALLTOALL,
         BUCKET,
-    ) = range(10)
+        ELSEWHERE,
+    ) = range(11)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -78,6 +78,7 @@ class Kind:
         "reduce_scatter",
         "all_to_all",
         "bucket",
+        "no call",
     )
 
 
