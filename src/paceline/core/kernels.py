@@ -1,4 +1,6 @@
-"""Many arrays in one native call: the gradients of a model, each at an address of its own."""
+"""Kernels that need no communicator: digests; many arrays in one native call, as the gradients of
+a model are, each at an address of its own.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,12 @@ from array import array
 from paceline.core import abi
 from paceline.core.abi import Status
 
-__all__ = ["add_pieces", "copy_pieces"]
+__all__ = ["add_pieces", "copy_pieces", "digest"]
+
+
+def digest(address: int, nbytes: int) -> int:
+    """64 bits that depend on every byte and its place."""
+    return int(abi.library().plc_digest(address, nbytes, 0))
 
 
 def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None:
