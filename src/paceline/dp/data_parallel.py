@@ -19,6 +19,7 @@ from paceline._torch_internals import compiler_of_frames, not_compiled
 from paceline.core import native_status
 from paceline.dp.autotune import Autotune
 from paceline.dp.process_executor import ProcessExecutor
+from paceline.dp.replica_scope import is_inside_replica
 from paceline.dp.scatter import Splitter
 from paceline.dp.thread_executor import ThreadExecutor
 from paceline.errors import ConfigError
@@ -113,7 +114,7 @@ class DataParallel(nn.Module):
                 "this DataParallel was closed; use the module itself, `model.module`, or wrap "
                 "it again"
             )
-        if self._executor is None:
+        if self._executor is None or is_inside_replica():
             return self._run_whole(inputs, kwargs)
         if self._autotune is not None:
             return self._run_and_time(self._executor, self._autotune, inputs, kwargs)

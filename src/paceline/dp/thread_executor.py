@@ -26,6 +26,7 @@ from paceline._pytree import Spec, Whole, flatten, is_taken_apart_by_attributes,
 from paceline.dp.autograd_functions import refuse_create_graph
 from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, plan_outputs
 from paceline.dp.protocol import meta_of
+from paceline.dp.replica_scope import ReplicaScope
 from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
 from paceline.errors import ConfigError
 
@@ -442,6 +443,7 @@ def _run(
 ) -> Any:
     args, kwargs = share
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ReplicaScope())
         if modes is not None:  # in a thread of ours, which knows nothing of the caller's settings
             torch.accelerator.set_device_index(stream.device.index)
             modes.enter(stack)
