@@ -37,7 +37,7 @@ from paceline.dp import serialization
 from paceline.dp.autograd_functions import GatherOutputs, Gradients, ScatterInput
 from paceline.dp.call_template import CallTemplate
 from paceline.dp.channel import Message, MessageLayout
-from paceline.dp.gather import GatherPlan, ReplicaOutputs, plan_outputs
+from paceline.dp.gather import GatherPlan, ReplicaOutputs, ScalarGather, plan_outputs
 from paceline.dp.global_batch_norm import GlobalBatchNorm, ReplicaFailed
 from paceline.dp.gradients import WorkerGradients, sum_gradients
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, meta_of, source_of
@@ -72,7 +72,11 @@ class ForwardCall(NotifiesOnDrop):
     """One forward on several replicas, and its backward. See the module's docstring."""
 
     def __init__(
-        self, replica_set: ReplicaSet, template: CallTemplate, split: SplitInputs, scalars: str
+        self,
+        replica_set: ReplicaSet,
+        template: CallTemplate,
+        split: SplitInputs,
+        scalars: ScalarGather,
     ) -> None:
         self._replica_set = replica_set
         self._template = template
@@ -288,9 +292,8 @@ class ForwardCall(NotifiesOnDrop):
         answers: Sequence[Message],
     ) -> None:
         metas = tuple(map(meta_of, tensors))
-        sizes = self._split.sizes
         known = self._replica_set.gather_plans
-        key = (spec, metas, *sizes, *(answer.layout for answer in answers))
+        key = (spec, metas, *self._split.loss_counts, *(answer.layout for answer in answers))
         plans = known.get(key)
         if plans is None or len(tensors) < len(leaves):
             are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
@@ -303,7 +306,7 @@ class ForwardCall(NotifiesOnDrop):
                     for spec, are_tensors in (answer.layout.spec,)
                 ),
             ]
-            plans = known.add(key, plan_outputs(replicas, sizes, self._split.dim, self._scalars))
+            plans = known.add(key, plan_outputs(replicas, self._split, self._scalars))
         self._plans = plans
         self._worker_outputs = [
             worker.tensors(answer.layout)

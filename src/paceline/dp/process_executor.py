@@ -24,6 +24,7 @@ from paceline._pytree import Whole, unflatten
 from paceline.dp import serialization
 from paceline.dp.call_template import call_key
 from paceline.dp.forward_call import ForwardCall
+from paceline.dp.gather import ScalarGather
 from paceline.dp.global_batch_norm import StatisticsExchange
 from paceline.dp.replica_set import ReplicaSet
 from paceline.dp.scatter import Splitter, split_inputs
@@ -42,7 +43,7 @@ class ProcessExecutor:
         workers: int,
         threads: int,
         dim: int,
-        scalars: str,
+        scalars: ScalarGather,
         splitters: Mapping[type, Splitter],
         timeout_s: float,
         global_batch_norm: bool = False,

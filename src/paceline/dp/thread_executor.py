@@ -24,7 +24,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline._pytree import Spec, Whole, flatten, is_taken_apart_by_attributes, unflatten
 from paceline.dp.autograd_functions import refuse_create_graph
-from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, plan_outputs
+from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, ScalarGather, plan_outputs
 from paceline.dp.protocol import meta_of
 from paceline.dp.replica_scope import ReplicaScope
 from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
@@ -42,7 +42,7 @@ class ThreadExecutor:
         devices: Sequence[torch.device],
         output_device: torch.device,
         dim: int,
-        scalars: str,
+        scalars: ScalarGather,
         splitters: Mapping[type, Splitter],
     ) -> None:
         self._module = module
@@ -73,7 +73,7 @@ class ThreadExecutor:
         shares = [self._scatter(split, replica, streams) for replica in range(len(used))]
         modules = self._refresh(streams)
         outputs = self._run_all(modules, shares, streams)
-        return self._gather(outputs, split.sizes, streams)
+        return self._gather(outputs, split, streams)
 
     def refresh(self) -> None:
         """Copy all parameters at the next forward."""
@@ -185,7 +185,7 @@ class ThreadExecutor:
 
     # --- 4: gather -------------------------------------------------------------------------------
     def _gather(
-        self, outputs: Sequence[Any], sizes: Sequence[int], streams: Sequence[torch.Stream]
+        self, outputs: Sequence[Any], split: SplitInputs, streams: Sequence[torch.Stream]
     ) -> Any:
         flat = [flatten(output, opens=is_taken_apart_by_attributes) for output in outputs]
         for device, (_, leaves) in zip(self._devices, flat, strict=False):
@@ -194,11 +194,8 @@ class ThreadExecutor:
                 self._output_device if isinstance(leaf, torch.device) and leaf == device else leaf
                 for leaf in leaves
             ]
-        plans = iter(
-            plan_outputs(
-                [_described(spec, leaves) for spec, leaves in flat], sizes, self._dim, self._scalars
-            )
-        )
+        replicas = [_described(spec, leaves) for spec, leaves in flat]
+        plans = iter(plan_outputs(replicas, split, self._scalars))
         target = torch.accelerator.current_stream(self._output_device)
         for stream in streams:
             if stream != target:
