@@ -404,6 +404,31 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, stream, number,
         assert job.left_after(0.0) == []
 
 
+def test_a_signal_after_the_job_ends_the_wait_for_the_reader(tmp_path):
+    """The ranks are done, and what they wrote waits in the launcher."""
+    script = write_script(
+        tmp_path,
+        """
+        import pathlib, sys
+        print("x" * 300_000, flush=True)
+        pathlib.Path(sys.argv[1], "done").write_text("done")
+        """,
+    )
+    ours, theirs = os.pipe()
+    with launched(run_command(script, str(tmp_path), ranks=1), stdout=theirs) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "done")
+        deadline = time.monotonic() + 60
+        while len(job.processes()) != 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(60) == 143
+        assert "bytes of output were not shown" in job.process.stderr.read()
+    os.close(ours)
+
+
 def test_a_killed_rank_is_noticed_while_nobody_reads(tmp_path):
     with _paused_reader(tmp_path, "stdout", "time.sleep(600)") as (job, ours):
         pids = [pid for pid in job.processes() if pid != job.process.pid]

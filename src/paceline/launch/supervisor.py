@@ -135,9 +135,9 @@ class Supervisor:
         self._requests.add(number)
 
     @property
-    def was_asked_to_stop(self) -> bool:
-        """Whether a signal has asked for the end of the job, also after it was over."""
-        return self._requests.is_stop_requested
+    def stop_signal(self) -> int | None:
+        """The first signal that asked for the end of the job, also after it was over."""
+        return self._requests.stop_signal
 
     def wake(self) -> None:
         """There is room for output again. May be called from any thread."""
@@ -162,12 +162,13 @@ class _StopRequests:
 
     def __init__(self) -> None:
         self._signals: list[int] = []
-        self.is_stop_requested = False
+        self.stop_signal: int | None = None
         self.descriptor, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def add(self, number: int) -> None:
         self._signals.append(number)
-        self.is_stop_requested = self.is_stop_requested or number != signal.SIGUSR1
+        if number != signal.SIGUSR1 and self.stop_signal is None:
+            self.stop_signal = number
         self.wake()
 
     def wake(self) -> None:
