@@ -8,6 +8,7 @@ import contextlib
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,14 +174,6 @@ def test_kill_9_of_the_launcher_leaves_nothing(busy):
     assert busy.wait() == -signal.SIGKILL
 
 
-def test_kill_9_of_the_fork_server_leaves_nothing(busy):
-    server = _fork_server(busy)
-    os.kill(server, signal.SIGKILL)
-    assert busy.wait() == 137
-    assert f"the fork server (pid {server})" in busy.last_line
-    assert busy.left_after(5.0) == []
-
-
 def _kill_at_once(*pids):
     """Stopped first, so that none of them can do anything about the death of another."""
     for pid in pids:
@@ -216,6 +209,55 @@ def test_kill_9_of_the_reaper_is_not_the_end_of_the_job(tmp_path):
         (tmp_path / "go").write_text("go")
         assert job.wait() == 0
         assert job.left_after(0.0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_however_the_fork_server_ends_the_launcher_says_so(busy, number):
+    server = _fork_server(busy)
+    os.kill(server, number)
+    assert busy.wait() == 128 + number
+    assert f"the fork server (pid {server}) failed (killed by {number.name})" in busy.last_line
+    assert busy.left_after(5.0) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_node_that_waits_for_another_one(tmp_path):
+    """Its ranks are done, and it only keeps the rendezvous open."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text("up")
+        while os.environ["RANK"] == "0" and not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}")
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                launched(
+                    run_command(
+                        script,
+                        str(tmp_path),
+                        ranks=1,
+                        options=("--preload=torch", *place, f"--node-rank={node}"),
+                    )
+                )
+            )
+            for node in (0, 1)
+        ]
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        deadline = time.monotonic() + 60
+        while len(nodes[1].processes()) > 3 and time.monotonic() < deadline:
+            time.sleep(0.05)  # launcher, reaper and fork server are left
+        time.sleep(0.5)
+        nodes[1].process.send_signal(signal.SIGINT)
+        assert nodes[1].process.wait(20) == 130
+        (tmp_path / "go").write_text("go")
+        assert nodes[0].wait() == 0
 
 
 def test_kill_9_of_the_whole_group_leaves_nothing(busy):
