@@ -376,6 +376,30 @@ def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
         assert job.last_line == "paceline: stopped by SIGTERM: all ranks exited with status 0"
 
 
+def test_a_request_to_save_ends_no_rank_that_does_not_listen_yet(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+        got = []
+        if rank == "1":
+            signal.signal(signal.SIGUSR1, lambda *_: got.append("signal"))
+        (folder / ("up-" + rank)).write_text("up")
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+            if got:
+                (folder / "go").write_text("go")
+        print(*got)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGUSR1)
+        assert job.wait() == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["[0] ", "[1] signal"]
+
+
 HELLO = "import os, sys\nprint('hello', sys.stdin.read() if os.environ['RANK'] == '0' else '')\n"
 
 

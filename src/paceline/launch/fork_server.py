@@ -31,7 +31,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from paceline._interpreter import freeze_garbage, interpreter_flags, without_collecting
-from paceline._linux import adopt_orphans, die_with_parent, end_descendants, outlive_parent
+from paceline._linux import (
+    adopt_orphans,
+    catches_signal,
+    die_with_parent,
+    end_descendants,
+    outlive_parent,
+)
 from paceline.errors import describe_exit
 from paceline.launch import rank_main
 from paceline.launch.messages import (
@@ -298,10 +304,14 @@ class _Server:
             order = self._control.recv()
         except EOFError:
             raise BrokenPipeError from None
-        if isinstance(order, Signal):
-            for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, order.number)
+        if not isinstance(order, Signal):
+            return
+        for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
+            # A request to save must not end a rank that is still starting.
+            if order.number == signal.SIGUSR1 and not catches_signal(pid, signal.SIGUSR1):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, order.number)
 
     def _reap(self, nodes: _Nodes) -> None:
         with contextlib.suppress(ChildProcessError):
