@@ -346,6 +346,33 @@ def test_a_module_that_cannot_be_loaded_before_the_ranks(tmp_path, module, code,
     assert ("Traceback" in job.stderr) == (code == 1)  # where the module itself fails is shown
 
 
+@pytest.mark.parametrize("forks", [0, 2])
+def test_a_limit_of_processes_that_is_too_low_is_one_sentence(tmp_path, forks):
+    """The fork server's forks fail from some number on: its reaper's, then those of the ranks."""
+    write_script(
+        tmp_path,
+        f"""
+        import errno, os
+        def fork(fork=os.fork, left=[{forks}]):
+            left[0] -= 1
+            if left[0] < 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return fork()
+        os.fork = fork
+        """,
+        "sitecustomize.py",
+    )
+    command = run_command(write_script(tmp_path, "print('never')"), ranks=3)
+    with launched(command, env={"PYTHONPATH": str(tmp_path)}) as job:
+        assert job.wait() == 2
+        assert job.left_after(5.0) == []
+    what = "no process could" if forks == 0 else "rank 1 of 3 could not"
+    assert job.stderr.splitlines() == [
+        f"paceline: {what} be started: Resource temporarily unavailable. Start fewer "
+        "ranks, or raise the limits of processes and open files (ulimit -u, -n)"
+    ]
+
+
 def test_a_limit_of_open_files_that_is_too_low_is_one_sentence(tmp_path):
     command = " ".join(run_command(write_script(tmp_path, "print('never')"), ranks=8))
     with launched(["bash", "-c", f"ulimit -n 40; exec {command}"]) as job:

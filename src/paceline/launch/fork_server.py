@@ -63,6 +63,7 @@ _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
+_LIMITS = ". Start fewer ranks, or raise the limits of processes and open files (ulimit -u, -n)"
 
 
 def main(control_fd: int) -> int:
@@ -74,7 +75,11 @@ def main(control_fd: int) -> int:
     job: Job = control.recv()
     os.setsid()  # the terminal's Ctrl-C goes to the launcher alone, which passes it on
     reaper = os.getpid()
-    exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    try:
+        exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    except OSError as error:
+        _report_failure(control, f"no process could be started: {error.strerror}{_LIMITS}", 2)
+        return 1
     if exitcode is not None:
         return exitcode
     die_with_parent(reaper)  # until the ranks exist there is nothing to clean up
@@ -170,9 +175,7 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
         except OSError as error:
             # Those that were forked end with this process.
             raise _CannotStart(
-                f"rank {rank} of {job.ranks} could not be started: {error.strerror}. Start fewer "
-                "ranks, or raise the limits of processes and open files (ulimit -u, ulimit -n)",
-                2,
+                f"rank {rank} of {job.ranks} could not be started: {error.strerror}{_LIMITS}", 2
             ) from None
         if pid == 0:
             die_with_parent(server)
