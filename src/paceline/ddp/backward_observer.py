@@ -72,6 +72,10 @@ class BackwardObserver(ReducerCompat):
         """From the next step on, average by this rule."""
         self.rule = rule
 
+    def renew_hooks(self) -> None:
+        """The parameters may have lost their hooks: give them others."""
+        self.hooks.remove()
+
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
         self.hooks.remove()
