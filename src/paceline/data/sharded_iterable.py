@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline._torch_internals import hidden_worker_info
+from paceline.data.argument_checks import check_flag
 from paceline.data.position import Position, check_state
 from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import check_seed, derive_keys
@@ -80,7 +81,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
                 "epoch and no resuming. Give an object whose __iter__ starts from the beginning"
             )
         self.source, self.transform = source, transform
-        self.seed, self.drop_last = check_seed(seed), drop_last
+        self.seed, self.drop_last = check_seed(seed), check_flag("drop_last", drop_last)
         self.position = Position()
         self._source = BatchSource()
         # Epoch and first batch of the running pass. In shared memory, since workers can outlive a

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from paceline.data.argument_checks import check_whole_number
 from paceline.errors import ConfigError
 from paceline.rank_env import current_rank_and_world
 
@@ -70,7 +71,11 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def check_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """Both unchanged, if the rank is in the world; raises `ConfigError` otherwise."""
+    """Both as ints, if the rank is in the world; raises `ConfigError` otherwise."""
+    rank, world_size = (
+        check_whole_number("rank", rank),
+        check_whole_number("world_size", world_size),
+    )
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, found {world_size}")
     if not 0 <= rank < world_size:
@@ -81,7 +86,8 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
 
 
 def check_batch_size(batch_size: int, world_size: int) -> int:
-    """The batch size unchanged, if every rank gets a sample; raises `ConfigError` otherwise."""
+    """The batch size as an int, if every rank gets a sample; raises `ConfigError` otherwise."""
+    batch_size = check_whole_number("batch_size", batch_size)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
     if batch_size < world_size:
