@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.data
 from torch.utils.data import Dataset
 
 from paceline._interpreter import find_caller, stacklevel_outside
 from paceline.data.argument_checks import check_flag, check_whole_number
-from paceline.data.shares import check_rank
+from paceline.data.shares import check_rank, check_same_rank, is_placed
 from paceline.errors import ConfigError
-from paceline.rank_env import current_rank_and_world, find_rank_env
+from paceline.rank_env import current_rank_and_world
 
 __all__ = ["DistributedSampler"]
 
@@ -54,6 +52,7 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        self._found_its_rank = rank is None and num_replicas is None
         rank, num_replicas = _complete(rank, num_replicas)
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
         self.shuffle = check_flag("shuffle", shuffle)
@@ -67,6 +66,8 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     def __iter__(self) -> Iterator[int]:
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
+        if self._found_its_rank:
+            check_same_rank(self, self.rank, self.num_replicas)
         seed, epoch = self.seed, self.epoch
         share = self._share(seed + epoch)
         # In blocks: one tolist() of everything would hold every index as a Python integer.
@@ -168,8 +169,7 @@ def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     """
     if rank is not None and num_replicas is not None:
         return check_rank(rank, check_whole_number("num_replicas", num_replicas))
-    has_group = dist.is_available() and dist.is_initialized()
-    if not has_group and find_rank_env(os.environ) == find_rank_env({}):
+    if not is_placed():
         raise ConfigError(
             f"found num_replicas={num_replicas}, rank={rank} and no process group or launcher to "
             "complete them from. Call init_process_group first, or give both"

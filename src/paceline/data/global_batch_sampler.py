@@ -22,7 +22,13 @@ from paceline.data.position import Position, check_state
 from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import Int64s, check_seed
 from paceline.data.sample_choice import chosen_samples, one_dimensional
-from paceline.data.shares import Share, check_batch_size, resolve_rank, share_of
+from paceline.data.shares import (
+    Share,
+    check_batch_size,
+    check_same_rank,
+    resolve_rank,
+    share_of,
+)
 from paceline.errors import ConfigError
 
 __all__ = ["GlobalBatchSampler"]
@@ -77,6 +83,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         indices: _Indices | None = None,
     ) -> None:
         self.rank, self.world_size = resolve_rank(rank, world_size)
+        self._found_its_rank = rank is None
         self.batch_size = check_batch_size(batch_size, self.world_size)
         self.dataset_length = _length(dataset_or_length)
         self.shuffle = check_flag("shuffle", shuffle)
@@ -112,6 +119,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
+        self.check_same_rank()
         epoch, first = self.position.begin()
         self._source.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
@@ -119,6 +127,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._source.hand_out(ReceivedBatch.of(self.share(number)))
             yield batch
         self.position.finish(epoch)
+
+    def check_same_rank(self) -> None:
+        """Raise `ConfigError` if this process is not the rank that the sampler found itself on when
+        it was made.
+        """
+        if self._found_its_rank:
+            check_same_rank(self, self.rank, self.world_size)
 
     def share(self, batch: int) -> Share:
         """This rank's share of global batch `batch`, with the weight that keeps gradients exact.
