@@ -173,8 +173,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def global_batch(self, epoch: int, batch: int) -> list[int]:
         """All samples of one global batch, of all ranks, in order."""
-        start = batch * self.batch_size
-        positions = np.arange(start, start + self.share(batch).size, dtype=np.int64)
+        return self.samples(epoch, batch, 0, self.share(batch).size)
+
+    def samples(self, epoch: int, batch: int, start: int, stop: int) -> list[int]:
+        """Samples `start` to `stop - 1` of a global batch, whichever rank's they are."""
+        first = batch * self.batch_size
+        positions = np.arange(first + start, first + stop, dtype=np.int64)
         indices: list[int] = self._order.at(epoch, positions).tolist()
         return indices
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from paceline._pytree import without_marks
 from paceline._state_dict import align_names
+from paceline._torch_internals import compiler_of_frames, not_compiled
 from paceline.core import native_status
 from paceline.dp.autotune import Autotune
 from paceline.dp.process_executor import ProcessExecutor
@@ -26,6 +27,11 @@ __all__ = ["DataParallel"]
 _SCALARS = ("mean", "sum", "stack")
 _BATCH_NORMS = ("replica", "global")
 _EXECUTORS = (None, "processes", "threads")
+_NAMES_OF_COMPILED = ("_orig_mod", "dynamo_ctx", "get_compiler_config")
+_NOT_COMPILED = (
+    "it hands parts of the batch to other processes or devices, which run the module as it is. "
+    "Compile the module instead: DataParallel(torch.compile(module))"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +86,7 @@ class DataParallel(nn.Module):
         self.output_device: int | torch.device | None = None
         self._output_device = output_device
         self._is_closed = False
+        self._compiler_is_reported = False
         self._options = _Options(
             device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
         )
@@ -91,8 +98,15 @@ class DataParallel(nn.Module):
         )
 
     # --- running ---------------------------------------------------------------------------------
+    @not_compiled(_NOT_COMPILED, including_calls=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, on all replicas."""
+        if compiler_of_frames() is not None:
+            self._report_compiler()
+        return self._run(inputs, kwargs)
+
+    @not_compiled(_NOT_COMPILED)
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_closed:
             raise ConfigError(
                 "this DataParallel was closed; use the module itself, `model.module`, or wrap "
@@ -103,6 +117,21 @@ class DataParallel(nn.Module):
         if self._autotune is not None:
             return self._run_and_time(self._executor, self._autotune, inputs, kwargs)
         return self._executor.run(inputs, kwargs)
+
+    @not_compiled(_NOT_COMPILED)
+    def _report_compiler(self) -> None:
+        """Whoever compiles around us expects the module to be compiled."""
+        parts = self.module.modules()
+        if self._compiler_is_reported or any(map(_is_compiled, parts)):
+            return
+        self._compiler_is_reported = True
+        warnings.warn(
+            f"torch.compile compiles nothing inside DataParallel: {_NOT_COMPILED}", stacklevel=4
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward; each replica does so for itself."""
+        self.module.compile(*args, **kwargs)
 
     def _run_whole(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, named = without_marks((inputs, kwargs))
@@ -261,7 +290,8 @@ class DataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            # torch.compile asks every callable whether it is one of its own.
+            if name == "module" or name in _NAMES_OF_COMPILED or name.startswith("_torchdynamo"):
                 raise
             return getattr(self.module, name)
 
@@ -278,6 +308,10 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._executor = self._make_executor()
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
 
 
 def _device(device: int | torch.device) -> torch.device:
