@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 7
+#define PLC_ABI_VERSION 8
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -230,6 +230,9 @@ PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *d
  * ------------------------------ */
 PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from,
                              const uint64_t *bytes);
+/* Set `differs[i]` to whether piece i has other bytes at `one` than at `other`; how many do. */
+PLC_API uint32_t plc_compare_pieces(uint32_t pieces, const uint64_t *one, const uint64_t *other,
+                                    const uint64_t *bytes, uint8_t *differs);
 /* Add to each array at `to` those of `others` owners, in their order and rounded once. `from` has
  * `pieces` addresses for each owner, one owner after the other. PLC_INVALID, and nothing is
  * written, if a type cannot be added. */

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
         rank,
         world_size,
     )
-    from paceline.launch.save_listener import SaveRequest
+    from paceline.launch.save_agreement import SaveRequest
     from paceline.launch.save_request import save_requested
     from paceline.launch.spawn import spawn
     from paceline.training import Training
@@ -66,7 +66,7 @@ _LAZY: dict[str, str] = {
     "local_rank": "paceline.launch.init",
     "local_world_size": "paceline.launch.init",
     "is_main": "paceline.launch.init",
-    "SaveRequest": "paceline.launch.save_listener",
+    "SaveRequest": "paceline.launch.save_agreement",
     "save_requested": "paceline.launch.save_request",
     "spawn": "paceline.launch.spawn",
     "save": "paceline.checkpoint",

@@ -71,6 +71,7 @@ __all__ = [
     "make_parameters_local",
     "move_inputs",
     "preserve_version",
+    "pytree_node",
     "queue_end_of_backward",
     "run_backward",
     "register_overlapped_optimizer",
@@ -153,6 +154,13 @@ def unflatten_dense(flat: torch.Tensor, like: Sequence[torch.Tensor]) -> Sequenc
     parts: Sequence[torch.Tensor] = _unflatten_dense_tensors(flat, like)
     return parts
 
+
+# ------------------------------------------------------------------ structures
+
+# How to take containers of a class apart and put them back, if it was registered with torch
+# (`register_pytree_node` in torch/utils/_pytree.py); None if it was not. Torch's functions that
+# walk structures know nothing of our marks. Missing: the import fails, and so does its guard test.
+pytree_node: Callable[[type], Any] = torch.utils._pytree.SUPPORTED_NODES.get
 
 # -------------------------------------------------------------- process groups
 

@@ -20,7 +20,7 @@ from paceline.ddp.buckets import DenseBucket
 from paceline.ddp.consistency import describe, differences, digest
 from paceline.ddp.distributed_data_parallel import first_batch_size
 from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal, common_call
-from paceline.ddp.weighting import Contribution
+from paceline.ddp.weighting import Basis, Contribution
 
 
 @dataclasses.dataclass
@@ -83,7 +83,9 @@ def test_batch_size_is_the_first_tensors_leading_dimension():
 
 
 def test_signal_survives_the_wire():
-    signal = Signal(Call.BACKWARD, Contribution(3.0, 7.5, 2), failed=True, buffers=True)
+    signal = Signal(
+        Call.BACKWARD, Contribution(3.0, 7.5, 2, Basis.SHARE, 4.0), failed=True, buffers=True
+    )
     assert len(signal.pack()) == SIGNAL_WIDTH
     assert Signal.unpack(signal.pack()) == signal
 
@@ -256,7 +258,7 @@ def test_ragged_accumulation_in_a_world_of_one_is_exact(world_of_one):
     net = torch.nn.Linear(3, 2, dtype=torch.float64)
     plain = copy.deepcopy(net)
     plain(data).square().mean().backward()
-    model = paceline.DistributedDataParallel(net)
+    model = paceline.DistributedDataParallel(net, average="samples")
     with model.no_sync():
         for part in data[:2], data[2:2], data[2:3]:
             (model(part).square().mean() / 4).backward()

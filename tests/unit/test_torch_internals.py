@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import datetime
 
 import torch
@@ -50,6 +51,15 @@ def test_versions_count_changes_in_place_and_can_be_kept():
     assert internals.version_of(x) == before
     x.add_(1)
     assert internals.version_of(x) == before + 1
+
+
+def test_containers_registered_with_torch_are_found_by_their_class():
+    node = internals.pytree_node(collections.deque)
+    parts, context = node.flatten_fn(collections.deque([1, 2], maxlen=3))
+    again = node.unflatten_fn(list(parts), context)
+    assert again == collections.deque([1, 2])
+    assert again.maxlen == 3
+    assert internals.pytree_node(object) is None
 
 
 def test_users_of_a_storage_include_views():

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import errno
 import os
 import pathlib
 import signal
 import sys
 import uuid
-from collections.abc import Callable
 
 from paceline._linux import adopt_orphans
 from paceline.errors import ConfigError, describe_exit
@@ -22,6 +20,7 @@ from paceline.launch.messages import (
 )
 from paceline.launch.output import Output
 from paceline.launch.resources import count_ranks, threads_for
+from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 
@@ -118,26 +117,30 @@ def run(options: argparse.Namespace) -> int:
     _open_closed_streams()
     plan = _plan(options)
     adopt_orphans()
-    screen = _Screen()
+    screen = Screen()
     output = Output(
         plan.ranks,
         screen.write,
         colour=screen.colour,
         shown=frozenset({0}) if options.quiet_ranks else None,
         log_dir=options.log_dir,
+        has_room=screen.has_room,
     )
     supervisor = Supervisor(plan, output)
-    screen.on_broken_pipe = lambda: supervisor.ask_to_stop(signal.SIGPIPE)
+    screen.connect(
+        on_broken_pipe=lambda: supervisor.ask_to_stop(signal.SIGPIPE), on_room=supervisor.wake
+    )
     _pass_signals_to(supervisor)
     result = supervisor.run()
     if options.trace is not None:
         _write_timeline(options.trace, screen)
     code = _report_result(result, plan, output, screen)
     output.close()
+    screen.flush(lambda: supervisor.was_asked_to_stop)
     return code
 
 
-def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
+def _write_timeline(directory: pathlib.Path, screen: Screen) -> None:
     """Also after a failure: then it shows what led there."""
     from paceline.diagnostics.report_page import write_report
 
@@ -230,32 +233,10 @@ def _pass_signals_to(supervisor: Supervisor) -> None:
             signal.signal(number, lambda number, frame: supervisor.ask_to_stop(number))
 
 
-class _Screen:
-    """Standard output and error, as far as they still exist."""
-
-    def __init__(self) -> None:
-        self.colour = os.isatty(1) and os.isatty(2) and "NO_COLOR" not in os.environ
-        self.on_broken_pipe: Callable[[], None] = lambda: None
-        self._gone: set[int] = set()
-
-    def write(self, stream: int, data: bytes) -> None:
-        while data and stream not in self._gone:
-            try:
-                data = data[os.write(stream, data) :]
-            except OSError as error:
-                # The terminal was closed, or `| head` has read enough.
-                self._gone.add(stream)
-                if error.errno == errno.EPIPE and stream == 1:
-                    self.on_broken_pipe()
-
-    def report(self, text: str) -> None:
-        self.write(2, f"paceline: {text}\n".encode(errors="replace"))
-
-
 # -- how it ended ----------------------------------------------------------------------------------
 
 
-def _report_result(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+def _report_result(result: JobResult, plan: Plan, output: Output, screen: Screen) -> int:
     """How the job ended: later failures in a line each, the first in full, then one sentence about
     it. Returns the exit code.
     """
@@ -269,7 +250,7 @@ def _report_result(result: JobResult, plan: Plan, output: Output, screen: _Scree
     return 0
 
 
-def _report_stop(result: JobResult, screen: _Screen) -> int:
+def _report_stop(result: JobResult, screen: Screen) -> int:
     number = result.stopped_by or 0
     if number == signal.SIGPIPE:
         return exit_code_for_shell(-signal.SIGPIPE)
@@ -288,7 +269,7 @@ def _all_succeeded(result: JobResult) -> bool:
     return len(result.succeeded) == len(result.reports)
 
 
-def _report_failure(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+def _report_failure(result: JobResult, plan: Plan, output: Output, screen: Screen) -> int:
     first, *later = result.failures
     for other in reversed(later):
         screen.report(f"{_name(other, result)} failed later: {_reason(other)}")
@@ -299,7 +280,7 @@ def _report_failure(result: JobResult, plan: Plan, output: Output, screen: _Scre
     others = plan.ranks - 1
     stopped = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
     screen.report(f"{_name(first, result)} failed first: {_reason(first)}{stopped}")
-    return exit_code_for_shell(1 if first.exitcode is None else first.exitcode or 1)
+    return exit_code_for_shell(first.exitcode or 1)
 
 
 def _name(failure: Failure, result: JobResult) -> str:

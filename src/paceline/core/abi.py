@@ -32,7 +32,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -249,6 +249,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
     "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
+    "plc_compare_pieces": (_U32, [_U32, _PTR, _PTR, _PTR, _PTR]),
     "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),

@@ -1,13 +1,14 @@
-"""Many arrays in one native call: the gradients of a model, each at an address of its own."""
+"""Many arrays in one native call: gradients or buffers of a model, each at its own address."""
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 
 from paceline.core import abi
 from paceline.core.abi import Status
 
-__all__ = ["add_pieces", "copy_pieces"]
+__all__ = ["add_pieces", "copy_pieces", "differing_pieces"]
 
 
 def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None:
@@ -17,6 +18,19 @@ def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None
     """
     addresses = [addresses.buffer_info()[0] for addresses in (to, sources, nbytes)]
     abi.library().plc_copy_pieces(len(to), *addresses)
+
+
+def differing_pieces(one: array[int], other: array[int], nbytes: array[int]) -> list[int]:
+    """Indices of the pieces that have other bytes at the address in `one` than in `other`.
+
+    All are arrays of type "Q".
+    """
+    differs = bytearray(len(one))
+    flags = (ctypes.c_char * len(one)).from_buffer(differs)
+    addresses = [addresses.buffer_info()[0] for addresses in (one, other, nbytes)]
+    if not abi.library().plc_compare_pieces(len(one), *addresses, ctypes.addressof(flags)):
+        return []
+    return [index for index, is_different in enumerate(differs) if is_different]
 
 
 def add_pieces(

@@ -14,6 +14,7 @@ import numpy as np
 
 from paceline.data.global_batch_sampler import GlobalBatchSampler
 from paceline.data.position import Position
+from paceline.data.received_batches import ReceivedBatch
 from paceline.data.rng import Int64s
 from paceline.data.seeding import sample_seeds
 from paceline.data.sharded_iterable import ShardedIterable
@@ -34,11 +35,13 @@ class BatchRequest:
     number generators alone.
 
     `empty` asks for a batch of zero samples with the structure of the one `indices` would make.
+    `received` is what the batch is of its global batch, where there is one.
     """
 
     indices: list[Any]
     seeds: list[int] | None
     empty: bool = False
+    received: ReceivedBatch | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,15 +82,16 @@ class GlobalBatchRequests(BatchRequests):
     def __iter__(self) -> Iterator[BatchRequest]:
         epoch, first = self.epoch, self.first
         for batch, indices in enumerate(self._sampler.batches(epoch, first), start=first):
+            received = ReceivedBatch.of(self._sampler.share(batch))
             if indices:
-                positions = self._sampler.order_positions(batch)
-                yield BatchRequest(indices, self._seeds(epoch, indices, positions))
+                seeds = self._seeds(epoch, indices, self._sampler.order_positions(batch))
+                yield BatchRequest(indices, seeds, received=received)
             else:
                 # The first sample of the global batch serves as the example: it exists, and it is
                 # the same one at every world size.
                 example = self._sampler.global_batch(epoch, batch)[:1]
                 seeds = None if self._seed is None else sample_seeds(self._seed, epoch, example)
-                yield BatchRequest(example, seeds, empty=True)
+                yield BatchRequest(example, seeds, empty=True, received=received)
 
     def request(self, wanted: BatchRange) -> BatchRequest:
         """The request for any range of a global batch, with the seeds its samples always have."""

@@ -13,6 +13,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from paceline.data.batch_builder import (
+    BuiltBatch,
     CollateSpec,
     MapBatchBuilder,
     StreamBatchBuilder,
@@ -29,6 +30,7 @@ from paceline.data.batch_requests import (
 )
 from paceline.data.device_prefetch import is_accelerator, prefetch_to_device, resolve_device
 from paceline.data.global_batch_sampler import GlobalBatchSampler
+from paceline.data.received_batches import BatchSource
 from paceline.data.rng import check_seed
 from paceline.data.sharded_iterable import ShardedIterable
 from paceline.data.shares import Share
@@ -171,6 +173,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         self.seed_samples, self.empty_batch = seed_samples, empty_batch
         self._requests = self._make_requests(None if seed is None else check_seed(seed))
         self._inner: torch.utils.data.DataLoader[Any] | None = None
+        self._source = BatchSource()
 
     @property
     def epoch(self) -> int:
@@ -242,10 +245,16 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         batches = self._on_device(batches)
         # The position moves when the training loop receives a batch. Workers and the device
         # prefetch run ahead of it, and what they have fetched is lost on a restart.
+        self._source.begin()
         for number, batch in enumerate(_in_loader_phase(batches), start=first):
             position.advance(epoch, number + 1)
-            yield batch
+            if isinstance(batch, BuiltBatch):
+                self._source.hand_out(batch.received)
+                yield batch.batch
+            else:
+                yield batch
         position.finish(epoch)
+        self._source.finish()
         self._notify_model()
 
     def _notify_model(self) -> None:

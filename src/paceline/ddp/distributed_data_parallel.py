@@ -8,6 +8,7 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ from paceline._torch_internals import (
     remove_optimizer_hooks,
 )
 from paceline.backend import PacelineGroup
+from paceline.data.received_batches import weight_of_input
 from paceline.ddp.atomic_step import StepGuard
 from paceline.ddp.backward_observer import StepActions
 from paceline.ddp.buffers import BufferHook, broadcast, sync_buffers
@@ -37,6 +39,7 @@ from paceline.ddp.config import (
     DDPConfig,
     Policy,
     bucket_limits,
+    check_policy,
     delayed_names,
     refuse_unknown,
     syncs_buffers,
@@ -55,6 +58,7 @@ from paceline.ddp.single_rank import SingleRank
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.torch_compat import TorchCompat
 from paceline.ddp.transport import Transport
+from paceline.ddp.weighting import NO_SAMPLES, Basis, SampleCount
 from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
@@ -66,6 +70,16 @@ _FORWARD, _FORWARDS = int(Phase.FORWARD), int(Field.FORWARDS)
 _NEEDLESS = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
     "a gradient."
+)
+_AVERAGED_EQUALLY = (
+    "How many samples these are is not known, so the ranks' gradients were averaged equally, as "
+    "torch does. If ranks hold different numbers of samples, load them with paceline.DataLoader, "
+    "or state the number with `with model.count(n):` around forward: then the average is exact. "
+    'If they do not, average="ranks" says so.'
+)
+_TAKEN_FOR_SAMPLES = (
+    'average="samples" takes them for numbers of samples and weighs each rank by its own. State '
+    'another weight with `with model.count(n):`, or average ranks equally with average="ranks".'
 )
 # What cannot be pickled, and is made anew from what can.
 _NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history")
@@ -91,9 +105,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     The first twenty arguments are torch's, with the same meaning and defaults. Paceline's own:
 
-    average: "samples" weighs each rank by the number of samples it saw, so that the gradient is
-        that of the global batch whatever its split; "ranks" is torch's plain average. Equal counts
-        give the same bits either way.
+    average: "auto" weighs each rank by its samples where their number is known: stated with
+        `count(n)`, or the batch came from `paceline.DataLoader` or `GlobalBatchSampler`. Then the
+        gradient is that of the global batch, whatever its split. Where it is not known, ranks are
+        averaged equally, as torch does, to the bit. "samples" takes the leading dimension of the
+        first input for the number, "ranks" is torch's average always. Equal numbers give the same
+        bits in every case.
     check_replicas_every: compare a digest of the weights over ranks every so many steps; 0 turns it
         off.
     check_finite: look for non-finite gradients before they are averaged, and fail the step on every
@@ -124,7 +141,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        average: Average = "samples",
+        average: Average = "auto",
         check_replicas_every: int | None = None,
         check_finite: bool = False,
         on_error: Policy = "raise",
@@ -290,9 +307,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         ]
 
     def _prepare_sync_batchnorm(self) -> None:
+        self._sync_batchnorm: list[SyncBatchNorm] = []
         for name, layer in self.module.named_modules():
             if isinstance(layer, SyncBatchNorm):
-                layer.weigh_samples = self._config.average == "samples"
+                self._sync_batchnorm.append(layer)
             elif isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu":
                 raise ConfigError(
                     f"{name or 'the module'} is torch's SyncBatchNorm: SyncBatchNorm layers only "
@@ -466,10 +484,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             ):
                 self._follow_unfreezing()
                 reducer = self.reducer
-            stated = self._stated_count
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest
             # of this line.
-            reducer.begin_forward(first_batch_size(inputs, kwargs) if stated is None else stated)
+            reducer.begin_forward(self._sample_count(inputs, kwargs))
+            if self._sync_batchnorm:
+                self._weigh_batchnorm(reducer.forwards.sample_count)
         if reducer.step is None and isinstance(reducer, Reducer):
             # Not in backward: there a checkpoint computes again what it had.
             self._meet_peers(reducer)
@@ -564,17 +583,15 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             remove_optimizer_hooks(self._module_parameters)
             self._use_hook(HookSpec.of_optimizer())
 
-    def _report_unequal_counts(self, totals: list[float]) -> None:
-        if self.process_group.rank() == 0:
-            counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
-            _logger.warning(
-                "%s: ranks hold different numbers of samples (%s); each gradient is weighted by "
-                "its rank's number, so that the average is that of the global batch. State another "
-                "weight with `with model.count(n):`, or average ranks equally with "
-                'average="ranks".',
-                type(self.module).__name__,
-                counts,
-            )
+    def _report_unequal_counts(self, leading: list[float]) -> None:
+        if self.process_group.rank() != 0:
+            return
+        _logger.warning(
+            "%s: the ranks' inputs have different leading dimensions (%s). %s",
+            type(self.module).__name__,
+            ", ".join(f"rank {rank}: {size:g}" for rank, size in enumerate(leading)),
+            _TAKEN_FOR_SAMPLES if self._config.average == "samples" else _AVERAGED_EQUALLY,
+        )
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
@@ -583,14 +600,35 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     # ------------------------------------------------------------------- samples
 
+    def _sample_count(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SampleCount:
+        """What a forward of these inputs weighs."""
+        if self._stated_count is not None:
+            return SampleCount(self._stated_count)
+        leading = first_batch_size(inputs, kwargs)
+        average = self._config.average
+        reported = 0 if self._history.unequal_counts_reported else leading
+        if average == "samples":
+            return SampleCount(leading, Basis.SAMPLES, reported)
+        if average == "auto":
+            weight = weight_of_input(leading)
+            if weight is not None:
+                return SampleCount(weight, Basis.SHARE)
+            if not leading and not any(map(torch.numel, tensors_in((inputs, kwargs)))):
+                return NO_SAMPLES
+        return SampleCount(1.0, Basis.RANK, reported)
+
+    def _weigh_batchnorm(self, count: SampleCount) -> None:
+        # In average="ranks" every rank's loss counts the same, whatever was stated.
+        weight = 1.0 if self._config.average == "ranks" else count.value
+        for layer in self._sync_batchnorm:
+            layer.loss_weight = weight
+
     @contextlib.contextmanager
     def count(self, samples: float) -> Iterator[None]:
-        """State what this rank's gradient weighs (samples, tokens, ...), instead of the input's
-        leading dimension.
+        """State what this rank's gradient weighs: the samples (or tokens, graphs, ...) over which
+        its loss is a mean. On every rank; 0 contributes nothing. Ignored with average="ranks".
         """
-        if samples < 0:
-            raise ConfigError(f"count({samples!r}): a number of samples is not negative")
-        previous, self._stated_count = self._stated_count, float(samples)
+        previous, self._stated_count = self._stated_count, _checked_count(samples)
         try:
             yield
         finally:
@@ -662,9 +700,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         """`with model.all_or_none():` around one step: if it fails on any rank, it counts on none.
 
         on_error="raise": every rank raises. "skip": every rank goes on after the block, weights,
-        gradients and buffers as they were before it.
+        gradients and buffers as they were before it. Only errors of the step are skipped: the loss
+        of the group, ranks that disagree, Ctrl-C and exit always come through.
         """
-        return StepGuard(self, lambda: self.reducer, on_error or self._config.on_error)
+        policy = self._config.on_error if on_error is None else check_policy(on_error)
+        return StepGuard(self, lambda: self.reducer, policy)
 
     # ------------------------------------------------------------------- no_sync, join
 
@@ -687,8 +727,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     ) -> Join:
         """Train with uneven inputs: ranks that leave the block early answer the others.
 
-        By default the average is over the samples there are. `divide_by_initial_world_size=True`
-        gives torch's scaling: gradients shrink as ranks run out of data.
+        By default the average is over the samples there are, where their numbers are known; where
+        they are not, gradients shrink as ranks run out of data, as they do in torch.
+        `divide_by_initial_world_size` asks for one or the other.
         """
         return Join(
             [self],
@@ -699,11 +740,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         divide = kwargs.get("divide_by_initial_world_size")
-        if divide is not None:
-            rule = self._config.average_rule
-            self.reducer.use_rule(dataclasses.replace(rule, divide_by_world=bool(divide)))
+        rule = self._config.average_rule
+        if divide is None:
+            rule = dataclasses.replace(rule, divide_ranks_by_world=True)
         else:
-            self.reducer.use_rule(self._config.average_rule)
+            rule = dataclasses.replace(rule, divide_by_world=bool(divide))
+        self.reducer.use_rule(rule)
         return _JoinHook(self)
 
     @property
@@ -863,6 +905,18 @@ def first_batch_size(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     else:
         first = first_tensor((inputs, kwargs))
     return first.shape[0] if first is not None and first.dim() > 0 else 1
+
+
+def _checked_count(samples: float) -> float:
+    try:
+        count = float(samples)
+    except (TypeError, ValueError):
+        count = math.nan
+    if not (math.isfinite(count) and count >= 0):
+        raise ConfigError(
+            f"count({samples!r}): expected a finite number of samples that is not negative"
+        )
+    return count
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -18,7 +18,6 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +35,11 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, common_call
+from paceline.ddp.signals import Call, Signal, common_call, refuse_half_stated
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError
+from paceline.errors import MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -106,11 +105,6 @@ class Reducer(BackwardObserver):
     def _is_learning(self) -> bool:
         return self._layout.is_learning
 
-    def tracks(self, sync: bool) -> bool:
-        """Whether a forward needs to be tracked at all."""
-        del sync
-        return True
-
     def _name_buckets(self) -> None:
         names = [managed.name for managed in self.managed]
         members = self.transport.members
@@ -151,10 +145,18 @@ class Reducer(BackwardObserver):
     # ------------------------------------------------------------------- forward
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
+        self._install_hooks()
+        super().track_outputs(tensors, sync)
+
+    def synchronise_next_backward(self) -> None:
+        self.follow_plan()  # as before a forward: the backward may belong to none
+        self._install_hooks()
+        super().synchronise_next_backward()
+
+    def _install_hooks(self) -> None:
         if self._lacks_hooks:
             self._lacks_hooks = False
             self.hooks.install(self._layout.buckets, self._layout.sent_early)
-        super().track_outputs(tensors, sync)
 
     def exchange_signals(self, signal: Signal) -> list[Signal]:
         """Exchange signals outside backward. Raises if a peer has failed."""
@@ -164,6 +166,9 @@ class Reducer(BackwardObserver):
             signals = self.transport.signals()
             self._check(signals)
             self.transport.complete()
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             recorder.leave()
         return signals
@@ -190,7 +195,13 @@ class Reducer(BackwardObserver):
         )
 
     def _prepare(self) -> None:
-        for bucket in self._layout.buckets:
+        buckets = self._layout.buckets
+        # A caller may have put one bucket's gradient where another's belongs. All step aside before
+        # the first is filled.
+        if len(buckets) > 1:
+            for bucket in buckets:
+                bucket.restore_views()
+        for bucket in buckets:
             bucket.prepare()
 
     def copy_in(self, index: int, position: int) -> None:
@@ -247,7 +258,7 @@ class Reducer(BackwardObserver):
             contribution = step.count_samples(self.window)
             self._note_arrivals(bucket)
             reached = self._used_in(bucket)
-            is_empty = self.rule.by_samples and contribution.empty
+            is_empty = contribution.empty and not self.rule.by_ranks
             used = bucket.gather(reached, contribute=not is_empty)
             step.used_count += len(used)
             if len(used) < len(reached):
@@ -387,7 +398,7 @@ class Reducer(BackwardObserver):
             return False
         contribution = step.count_samples(self.window)
         # Micro-batches of one size: then ranks whose signals are equal weigh 1 / world.
-        reference, total, micro_batches = contribution
+        reference, total, micro_batches, *_ = contribution
         if not total or reference * micro_batches != total or not bucket.copy_in_fast():
             return False
         bucket.fired.extend(bucket.positions)
@@ -543,6 +554,7 @@ class Reducer(BackwardObserver):
             self._raise_failure(signals)
         try:
             common_call(signals, self.label)
+            refuse_half_stated(signals, self.label)
         except MismatchError:
             self.abandon_step()
             raise
@@ -567,6 +579,7 @@ class Reducer(BackwardObserver):
             transport.complete()
         texts = transport.all_gather_text(step.failure_text or "")
         self.history.note_error("\n".join(filter(None, texts)))
+        self.history.failure_agreed()
         self.abandon_step()
         return texts
 
@@ -574,11 +587,11 @@ class Reducer(BackwardObserver):
         """This rank cannot finish its step: take part in what is left of it, contributing nothing,
         and publish why.
         """
-        if isinstance(error, PacelineError):
+        self.history.step_failed()
+        if isinstance(error, PacelineError) and not isinstance(error, StepError):
             self.abandon_step()
             return
         text = failure_text(error, where)
-        self.history.step_failed()
         step = self.step
         if step is not None and self.transport.state is not TransportState.IDLE:
             step.fail(text)
@@ -600,7 +613,7 @@ class Reducer(BackwardObserver):
         self._set_weights(step, self.transport.signals())
         return self.transport.complete()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         """If the last backward raised and the program went on, publish that now: peers wait for it.
 
         An error that nobody catches needs no help: it ends the process, and the failure channel
@@ -609,22 +622,21 @@ class Reducer(BackwardObserver):
         step = self.step
         if step is None or (step.phase is not Phase.DROPPED and current_graph_task() >= 0):
             return
-        # What is raised to the program is its own business: peers that are gone are no error here.
-        with contextlib.suppress(PacelineError):
+        try:
             self.fail(sys.exception(), "backward")
-        if self.step is step:
-            self.abandon_step()
+        finally:
+            if self.step is step:
+                self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
+        """Inputs of different leading dimensions, which may or may not be numbers of samples."""
         action = self._actions.on_unequal_counts
-        if action is None or self.history.unequal_counts_reported or not self.rule.by_samples:
+        if action is None or self.history.unequal_counts_reported or self.rule.by_ranks:
             return
-        totals = [signal.contribution.total for signal in signals]
-        with_data = {
-            signal.contribution.total for signal in signals if signal.call is not Call.ANSWER
-        }
-        if any(totals) and len(with_data) > 1 and self.history.note_unequal_counts():
-            action(totals)
+        leading = [signal.contribution.leading for signal in signals]
+        if len({size for size in leading if size}) > 1:
+            self.history.note_unequal_counts()
+            action(leading)
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:

@@ -14,10 +14,10 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.ddp.weighting import NOTHING, Contribution
+from paceline.ddp.weighting import NOTHING, Basis, Contribution
 from paceline.errors import MismatchError
 
-__all__ = ["SIGNAL_WIDTH", "Call", "Signal", "common_call"]
+__all__ = ["SIGNAL_WIDTH", "Call", "Signal", "common_call", "refuse_half_stated"]
 
 SIGNAL_WIDTH = 8  # numbers a packed signal has
 
@@ -46,22 +46,25 @@ class Signal(NamedTuple):
 
     def pack(self) -> list[float]:
         """The signal as SIGNAL_WIDTH numbers."""
-        call, (reference, total, micro_batches), failed, unused, buffers, follows = self
+        call, (reference, total, micro_batches, basis, leading), failed, *flags = self
+        bits = sum(1 << place for place, flag in enumerate(flags) if flag)
         return [
             float(call),
             reference,
             total,
             float(micro_batches),
+            float(basis),
+            leading,
             float(failed),
-            float(unused),
-            float(buffers),
-            float(follows),
+            float(bits),
         ]
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Signal:
-        contribution = Contribution(row[1], row[2], int(row[3]))
-        return cls(Call(int(row[0])), contribution, *(value != 0 for value in row[4:8]))
+        contribution = Contribution(row[1], row[2], int(row[3]), Basis(int(row[4])), row[5])
+        bits = int(row[7])
+        flags = (bool(bits >> place & 1) for place in range(3))
+        return cls(Call(int(row[0])), contribution, row[6] != 0, *flags)
 
 
 def common_call(signals: Sequence[Signal], name: str) -> Call:
@@ -79,3 +82,21 @@ def common_call(signals: Sequence[Signal], name: str) -> Call:
             values,
         )
     return calls.pop() if calls else Call.ANSWER
+
+
+def refuse_half_stated(signals: Sequence[Signal], name: str) -> None:
+    """Raises if some ranks with samples stated their number and others did not."""
+    bases = {
+        rank: signal.contribution.basis
+        for rank, signal in enumerate(signals)
+        if not signal.contribution.empty
+    }
+    if Basis.SAMPLES in bases.values() and len(set(bases.values())) > 1:
+        stated = ", ".join(str(rank) for rank, basis in bases.items() if basis is Basis.SAMPLES)
+        others = ", ".join(str(rank) for rank, basis in bases.items() if basis is not Basis.SAMPLES)
+        raise MismatchError(
+            f"the gradients of {name} cannot be weighed against each other: rank {stated} stated "
+            f"a number of samples with model.count(n), rank {others} did not. State it on every "
+            "rank, or on none.",
+            {rank: str(basis) for rank, basis in bases.items()},
+        )

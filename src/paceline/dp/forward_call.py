@@ -29,13 +29,13 @@ from typing import Any
 import torch
 
 from paceline._interpreter import NotifiesOnDrop
-from paceline._pytree import Spec, flatten, unflatten
+from paceline._pytree import Spec, flatten, is_taken_apart_by_attributes, unflatten
 from paceline._torch_internals import keeps_graph, queue_end_of_backward
 from paceline.dp import serialization
 from paceline.dp.autograd_functions import GatherOutputs, Gradients, ScatterInput
 from paceline.dp.call_template import CallTemplate
 from paceline.dp.channel import Message, MessageLayout
-from paceline.dp.gather import GatherPlan, check_same_structure, plan_gather
+from paceline.dp.gather import GatherPlan, ReplicaOutputs, plan_outputs
 from paceline.dp.global_batch_norm import GlobalBatchNorm, ReplicaFailed
 from paceline.dp.gradients import WorkerGradients, sum_gradients
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, meta_of, source_of
@@ -121,7 +121,7 @@ class ForwardCall(NotifiesOnDrop):
         self._send_shares(modes)
         self._state = CallState.FORWARD
         outputs = self._run_own_share(with_gradients)
-        spec, leaves = flatten(outputs)
+        spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._plan_outputs(spec, leaves, tensors, self._receive_all())
         self._state = CallState.READY if with_gradients else CallState.DONE
@@ -142,7 +142,6 @@ class ForwardCall(NotifiesOnDrop):
     def _send_shares(self, modes: tuple[Any, ...]) -> None:
         split, replica_set, template = self._split, self._replica_set, self._template
         replica_set.vacate_channels()
-        replica_set.buffers.expect_forward()
         for worker in self._workers:
             replica = worker.replica
             pending = replica_set.pending[replica]
@@ -155,7 +154,7 @@ class ForwardCall(NotifiesOnDrop):
             sources = [
                 leaf.data_ptr() + offset for leaf, offset in zip(split.leaves, offsets, strict=True)
             ]
-            values = (_FORWARD, (), modes, (), (), ())
+            values = (_FORWARD, (), modes, (), ())
             worker.send(values, self._number, layout, sources, is_repeatable=True)
 
     def _send_share(
@@ -165,38 +164,25 @@ class ForwardCall(NotifiesOnDrop):
         split, template, replica = self._split, self._template, worker.replica
         shares = [split.share(index, replica) for index in template.tensor_indices]
         layout = template.layouts[replica, modes[0]] = self._layout(worker, shares, modes[0])
-        attributes: tuple[Any, ...] = ()
-        buffer_indices: tuple[int, ...] = ()
-        if pending.has_changes:
-            attributes = tuple((*key, value) for key, value in pending.attributes.items())
-            buffer_indices = tuple(sorted(pending.buffers))
-            buffers = self._replica_set.buffers.values(buffer_indices)
-            layout = self._layout(worker, shares, modes[0], buffers)
-            shares += buffers
+        attributes = tuple((*key, value) for key, value in pending.attributes.items())
         releases = tuple(pending.releases)
         requires_grad = tuple(pending.requires_grad.items())
         worker.send(
-            (_FORWARD, releases, modes, attributes, requires_grad, buffer_indices),
+            (_FORWARD, releases, modes, attributes, requires_grad),
             self._number,
             layout,
             [*map(source_of, shares)],
             [split.share(index, replica) for index in template.object_indices],
-            # Buffers alone change in every step, in the same way.
             is_repeatable=not (releases or attributes or requires_grad),
         )
         pending.sent(len(releases))
 
     def _layout(
-        self,
-        worker: WorkerHandle,
-        shares: Sequence[torch.Tensor],
-        grad: bool,
-        buffers: Sequence[torch.Tensor] = (),
+        self, worker: WorkerHandle, shares: Sequence[torch.Tensor], grad: bool
     ) -> MessageLayout:
         metas = tuple(map(meta_of, shares))
         if not grad:
             metas = tuple(meta._replace(requires_grad=False) for meta in metas)
-        metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
         return worker.layout((self._split.spec, self._template.are_tensors), metas)
 
     def _run_own_share(self, with_gradients: bool) -> Any:
@@ -301,16 +287,17 @@ class ForwardCall(NotifiesOnDrop):
         key = (spec, metas, *sizes, *(answer.layout for answer in answers))
         plans = known.get(key)
         if plans is None or len(tensors) < len(leaves):
-            objects = [
-                [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-                *(answer.objects for answer in answers),
+            are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            replicas = [
+                ReplicaOutputs(spec, are_tensors, metas, objects),
+                *(
+                    ReplicaOutputs(spec, are_tensors, answer.layout.metas, answer.objects)
+                    for answer in answers
+                    for spec, are_tensors in (answer.layout.spec,)
+                ),
             ]
-            check_same_structure([spec, *(answer.layout.spec for answer in answers)], objects)
-            all_metas = zip(metas, *(answer.layout.metas for answer in answers), strict=True)
-            dim = self._split.dim
-            plans = known.add(
-                key, [plan_gather(output, sizes, dim, self._scalars) for output in all_metas]
-            )
+            plans = known.add(key, plan_outputs(replicas, sizes, self._split.dim, self._scalars))
         self._plans = plans
         self._worker_outputs = [
             worker.tensors(answer.layout)

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from paceline._pytree import Whole, flatten, unflatten
+from paceline._pytree import Spec, Whole, flatten, is_taken_apart_by_attributes, unflatten
 from paceline.dp.autograd_functions import refuse_create_graph
-from paceline.dp.gather import GatherKind, GatherPlan, check_same_structure, plan_gather
+from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, plan_outputs
 from paceline.dp.protocol import meta_of
 from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
 from paceline.errors import ConfigError
@@ -186,28 +186,35 @@ class ThreadExecutor:
     def _gather(
         self, outputs: Sequence[Any], sizes: Sequence[int], streams: Sequence[torch.Stream]
     ) -> Any:
-        flat = [flatten(output) for output in outputs]
-        objects = [
-            [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)] for _, leaves in flat
-        ]
-        check_same_structure([spec for spec, _ in flat], objects)
+        flat = [flatten(output, opens=is_taken_apart_by_attributes) for output in outputs]
+        for device, (_, leaves) in zip(self._devices, flat, strict=False):
+            # Objects that know their device: it is where their tensors will be.
+            leaves[:] = [
+                self._output_device if isinstance(leaf, torch.device) and leaf == device else leaf
+                for leaf in leaves
+            ]
+        plans = iter(
+            plan_outputs(
+                [_described(spec, leaves) for spec, leaves in flat], sizes, self._dim, self._scalars
+            )
+        )
         target = torch.accelerator.current_stream(self._output_device)
         for stream in streams:
             if stream != target:
                 target.wait_stream(stream)
         gathered = []
-        for leaves in zip(*(leaves for _, leaves in flat), strict=True):
-            if not isinstance(leaves[0], torch.Tensor):
-                gathered.append(leaves[0])
+        for parts in zip(*(leaves for _, leaves in flat), strict=True):
+            if not isinstance(parts[0], torch.Tensor):
+                gathered.append(parts[0])
                 continue
-            plan = plan_gather([meta_of(leaf) for leaf in leaves], sizes, self._dim, self._scalars)
+            plan = next(plans)
             here = [
-                leaf.to(self._output_device, non_blocking=leaf.device.type != "cpu")
-                for leaf in leaves
+                part.to(self._output_device, non_blocking=part.device.type != "cpu")
+                for part in parts
             ]
-            for leaf in leaves:
-                if leaf.device != self._output_device and leaf.device.type != "cpu":
-                    leaf.record_stream(target)
+            for part in parts:
+                if part.device != self._output_device and part.device.type != "cpu":
+                    part.record_stream(target)
             gathered.append(_gather_leaf(plan, here))
         for stream in streams:  # the next step may overwrite what is still being read from
             if stream != target:
@@ -445,9 +452,21 @@ def _run(
         return module(*args, **kwargs)
 
 
+def _described(spec: Spec, leaves: Sequence[Any]) -> ReplicaOutputs:
+    are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    return ReplicaOutputs(
+        spec,
+        are_tensors,
+        [meta_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
+        [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
+    )
+
+
 def _gather_leaf(plan: GatherPlan, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     if plan.kind is GatherKind.STACK:
         return torch.stack(tuple(tensors))
+    if plan.kind is GatherKind.SAME:
+        return plan.gather(tensors)
     if plan.kind is GatherKind.MEAN:
         terms = [tensor * weight for tensor, weight in zip(tensors, plan.weights, strict=True)]
         total = terms[0]

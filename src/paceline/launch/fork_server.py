@@ -3,9 +3,10 @@
     launcher  --control connection-->  fork server  --fork-->  rank 0, rank 1, ...
     (no torch, owns the screen)        (torch loaded)
 
-Launcher and fork server guard each other. Both adopt orphans, so what a rank leaves behind comes to
-the fork server, and if that is killed, to the launcher: whichever survives ends every descendant.
-Should both be killed at once, the kernel ends the ranks (they asked for it with PR_SET_PDEATHSIG).
+Launcher, reaper (a process between the two) and fork server guard each other. All adopt orphans, so
+what a rank leaves behind comes to the fork server, and if that is killed, to the reaper, then to
+the launcher: whichever survives ends every descendant. The ranks themselves end with the fork
+server (they asked the kernel for it with PR_SET_PDEATHSIG).
 
 Ranks are forked before anything starts a thread here - the store's server does - and wait until
 they are sent their role. Importing torch alone starts no thread that matters: OpenBLAS stops and
@@ -43,6 +44,7 @@ from paceline.launch.messages import (
     Started,
     StartFailure,
 )
+from paceline.launch.reaper import fork_below_reaper
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -58,14 +60,18 @@ _LEFTOVERS_TERM_S = 2.0
 
 
 def main(control_fd: int) -> int:
-    """Serve one job. Returns more than once, like fork: in this process when the job is over, in
-    each rank with its exit code.
+    """Serve one job. Returns more than once, like fork: in the reaper and in the fork server when
+    the job is over, in each rank with its exit code.
     """
     control = Connection(control_fd)
     os.set_inheritable(control_fd, False)
     job: Job = control.recv()
-    die_with_parent(job.launcher_pid)  # until the ranks exist there is nothing to clean up
     os.setsid()  # the terminal's Ctrl-C goes to the launcher alone, which passes it on
+    reaper = os.getpid()
+    exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    if exitcode is not None:
+        return exitcode
+    die_with_parent(reaper)  # until the ranks exist there is nothing to clean up
     adopt_orphans()
     for descriptor in _inherited(job):
         os.set_inheritable(descriptor, False)
@@ -89,6 +95,13 @@ def _inherited(job: Job) -> Iterable[int]:
         yield from pipes.all()
     if job.rendezvous.listen_fd >= 0:
         yield job.rendezvous.listen_fd
+
+
+def _close_inherited(job: Job, control: Connection) -> None:
+    """In the reaper: a copy of a descriptor would hide its end from the launcher."""
+    control.close()
+    for descriptor in _inherited(job):
+        os.close(descriptor)
 
 
 def _preload(job: Job) -> None:
@@ -190,7 +203,7 @@ class _Server:
         with contextlib.ExitStack() as stack:
             wake = stack.enter_context(_wake_on_child_exit())
             try:
-                self._send(Started(tuple(child.pid for child in self._children)))
+                self._send(Started(tuple(child.pid for child in self._children), os.getpid()))
                 nodes = _Nodes(self._job)
                 stack.callback(lambda: nodes.leave(self._failed))
                 self._send_roles(nodes)

@@ -175,7 +175,8 @@ def _report_exit(error: SystemExit, report_fd: int, now: float) -> int:
         return 0
     if isinstance(code, int):
         number = code & 0xFF or 1
-        send_frame(report_fd, Report(ReportKind.EXIT, now, summary=f"sys.exit({code})"))
+        summary = f"sys.exit({code})"
+        send_frame(report_fd, Report(ReportKind.EXIT, now, summary=summary, exitcode=number))
         return number
     send_frame(report_fd, Report(ReportKind.EXIT, now, f"{code}\n", summary=str(code)))
     return 1
