@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = importlib.import_module(_COMMANDS[options.command][0]).run(options)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
     except PacelineError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2

@@ -137,7 +137,10 @@ def run(options: argparse.Namespace) -> int:
         _write_timeline(options.trace, screen)
     code = _report_result(result, plan, output, screen)
     output.close()
-    screen.flush(lambda: supervisor.was_asked_to_stop)
+    is_shown = screen.flush(lambda: supervisor.stop_signal is not None)
+    if not is_shown and result.stopped_by is None and supervisor.stop_signal is not None:
+        # The job was over, and the launcher only waited for its reader.
+        return exit_code_for_shell(-supervisor.stop_signal)
     return code
 
 

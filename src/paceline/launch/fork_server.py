@@ -31,7 +31,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from paceline._interpreter import freeze_garbage, interpreter_flags, without_collecting
-from paceline._linux import adopt_orphans, die_with_parent, end_descendants, outlive_parent
+from paceline._linux import (
+    adopt_orphans,
+    catches_signal,
+    die_with_parent,
+    end_descendants,
+    outlive_parent,
+)
 from paceline.errors import describe_exit
 from paceline.launch import rank_main
 from paceline.launch.messages import (
@@ -57,6 +63,7 @@ _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
+_LIMITS = ". Start fewer ranks, or raise the limits of processes and open files (ulimit -u, -n)"
 
 
 def main(control_fd: int) -> int:
@@ -68,7 +75,11 @@ def main(control_fd: int) -> int:
     job: Job = control.recv()
     os.setsid()  # the terminal's Ctrl-C goes to the launcher alone, which passes it on
     reaper = os.getpid()
-    exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    try:
+        exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    except OSError as error:
+        _report_failure(control, f"no process could be started: {error.strerror}{_LIMITS}", 2)
+        return 1
     if exitcode is not None:
         return exitcode
     die_with_parent(reaper)  # until the ranks exist there is nothing to clean up
@@ -164,9 +175,7 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
         except OSError as error:
             # Those that were forked end with this process.
             raise _CannotStart(
-                f"rank {rank} of {job.ranks} could not be started: {error.strerror}. Start fewer "
-                "ranks, or raise the limits of processes and open files (ulimit -u, ulimit -n)",
-                2,
+                f"rank {rank} of {job.ranks} could not be started: {error.strerror}{_LIMITS}", 2
             ) from None
         if pid == 0:
             die_with_parent(server)
@@ -298,10 +307,14 @@ class _Server:
             order = self._control.recv()
         except EOFError:
             raise BrokenPipeError from None
-        if isinstance(order, Signal):
-            for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, order.number)
+        if not isinstance(order, Signal):
+            return
+        for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
+            # A request to save must not end a rank that is still starting.
+            if order.number == signal.SIGUSR1 and not catches_signal(pid, signal.SIGUSR1):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, order.number)
 
     def _reap(self, nodes: _Nodes) -> None:
         with contextlib.suppress(ChildProcessError):
