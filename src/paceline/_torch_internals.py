@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
+from types import FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -78,6 +79,7 @@ __all__ = [
     "keeps_graph",
     "make_parameters_local",
     "member_tables",
+    "methods_not_compiled",
     "move_inputs",
     "not_compiled",
     "preserve_version",
@@ -394,6 +396,22 @@ def not_compiled(reason: str, including_calls: bool = True) -> Callable[[_Functi
         return function
 
     return mark
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def methods_not_compiled(reason: str) -> Callable[[_Class], _Class]:
+    """The same for every method that a class defines."""
+    mark = not_compiled(reason)
+
+    def mark_methods(cls: _Class) -> _Class:
+        for attribute in vars(cls).values():
+            if isinstance(attribute, FunctionType):
+                mark(attribute)
+        return cls
+
+    return mark_methods
 
 
 # What torch.compile calls for each frame that begins now; None where nothing is being compiled

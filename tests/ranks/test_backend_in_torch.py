@@ -494,3 +494,23 @@ def test_an_unknown_torch_is_imported_without_the_backend(monkeypatch, caplog, b
     register_backend()
     assert "the backend paceline is not available" in caplog.text
     assert torch.__version__ in caplog.text
+
+
+def call_from_compiled_code(rank, world):
+    """As torch's own DistributedDataParallel calls a group: from C++, which torch.compile leaves
+    alone. It must leave our side of the call alone, too.
+    """
+    init_group("paceline")
+
+    @torch.compile(backend="eager")
+    def step(data):
+        total = data + 1
+        dist._broadcast_coalesced(dist.group.WORLD, [total], 100, 0)
+        return total * 2
+
+    assert step(torch.full((3,), float(rank))).tolist() == [2.0] * 3
+    dist.destroy_process_group()
+
+
+def test_calls_inside_compiled_code():
+    run_ranks(2, call_from_compiled_code)

@@ -20,7 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from paceline._torch_internals import AllgatherOptions, BackendOptions, Store, Work
+from paceline._torch_internals import (
+    AllgatherOptions,
+    BackendOptions,
+    Store,
+    Work,
+    methods_not_compiled,
+)
 from paceline.backend import sparse_all_reduce
 from paceline.backend.call_options import (
     REDUCTIONS,
@@ -83,6 +89,7 @@ _CODE_OF_HASH = {_hash_of(code): code for code in REDUCTIONS}
 _ProcessGroup: Any = dist.ProcessGroup
 
 
+@methods_not_compiled("a process group moves data; the compiler cannot look into it")
 class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
     """A process group whose CPU tensors travel through shared memory.
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from paceline._interpreter import NotifiesOnDrop
-from paceline._torch_internals import Work
+from paceline._torch_internals import Work, methods_not_compiled
 from paceline.backend.engine import Ticket
 from paceline.errors import CollectiveTimeout
 
@@ -30,6 +30,7 @@ def timeout_to_ns(timeout: timedelta | None) -> int:
     return ns if ns > 0 else -1
 
 
+@methods_not_compiled("a call is waited for; the compiler cannot look into it")
 class DoneWork(Work):
     """A call that has succeeded."""
 
@@ -60,6 +61,7 @@ class DoneWork(Work):
         return future
 
 
+@methods_not_compiled("a call is waited for; the compiler cannot look into it")
 class PendingWork(NotifiesOnDrop, Work):
     """A call in progress. `finish` runs once, when it has succeeded, for example to copy a result
     back.
