@@ -221,6 +221,10 @@ def look_at_the_reducer(rank, world):
         model.reducer._delay_all_reduce()  # nothing is left to do
     assert model._has_rebuilt_buckets == (world > 1)
     assert model.reducer._check_reducer_finalized() is None
+    assert "comm_hook" not in model._get_ddp_logging_data()
+    if world > 1:
+        with pytest.raises(RuntimeError, match="should be called before training loop starts"):
+            model._set_static_graph()
     assert model.logger._get_ddp_logging_data().strs_map["module_name"] == "Sequential"
     assert model.logger._get_ddp_logging_data().ints_map["world_size"] == world
 

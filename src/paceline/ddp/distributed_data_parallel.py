@@ -27,6 +27,7 @@ from paceline._torch_internals import (
     device_types_of,
     is_profiling,
     make_parameters_local,
+    not_compiled,
     remove_optimizer_hooks,
 )
 from paceline.backend import PacelineGroup
@@ -91,6 +92,8 @@ _TAKEN_FOR_SAMPLES = (
     'average="samples" takes them for numbers of samples and weighs each rank by its own. State '
     'another weight with `with model.count(n):`, or average ranks equally with average="ranks".'
 )
+# Why torch.compile stays out of what is done around the module's own forward.
+_BOOKKEEPING = "DistributedDataParallel prepares and follows the forward that is compiled"
 # What cannot be pickled, and is made anew from what can.
 _NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history", "_watch")
 
@@ -212,9 +215,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         else:
             self._low_precision = LowPrecision(mixed_precision, module)
         self._prepare_sync_batchnorm()
+        self._history = StepHistory()
         if static_graph:
             self._set_static_graph()
-        self._history = StepHistory()
         self._delayed: DelayedParameters | None = None
         self._rebuild()
 
@@ -585,6 +588,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             self._forward_failed(error)
             raise
 
+    @not_compiled(_BOOKKEEPING)
     def _before_forward(
         self, inputs: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
@@ -650,6 +654,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             for layer in self.module.modules()
         )
 
+    @not_compiled(_BOOKKEEPING)
     def _after_forward(self, output: Any) -> Any:
         enabled = torch.is_grad_enabled()
         if self._low_precision is not None and not enabled:

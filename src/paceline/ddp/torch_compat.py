@@ -128,6 +128,13 @@ class TorchCompat:
                 "You've set static_graph to be True, no need to set it again.", stacklevel=2
             )
             return
+        if self._history.steps:
+            message = (
+                "_set_static_graph() should be called before training loop starts: buckets are "
+                f"planned already, after {self._history.steps} steps"
+            )
+            self._history.note_error(message)
+            raise RuntimeError(message)
         self._config = dataclasses.replace(self._config, static_graph=True)
         if self.find_unused_parameters:
             warnings.warn(
@@ -234,7 +241,8 @@ class TorchCompat:
         config, reducer, history = self._config, self.reducer, self._history
         parameters = [managed.parameter for managed in reducer.managed]
         limits = reducer.limits if isinstance(reducer, Reducer) else config.limits
-        return {
+        hook = {} if self._hook_spec is None else {"comm_hook": self._hook_spec.name}
+        return hook | {
             "world_size": self.process_group.size(),
             "rank": self.process_group.rank(),
             "backend_name": self.process_group.name(),
@@ -251,7 +259,6 @@ class TorchCompat:
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_rebuilt_buckets": int(reducer.was_replanned),
             "can_set_static_graph": 1,
-            "comm_hook": None if self._hook_spec is None else self._hook_spec.name,
             "has_error": int(bool(history.last_error)),
             "error": history.last_error,
         }
