@@ -203,6 +203,11 @@ int run_allgather(op_context *ctx); /* and gather */
 int run_reduce_scatter(op_context *ctx);
 int run_alltoall(op_context *ctx); /* and scatter */
 
+/* --- instruction_sets.c ----------------------------------------------------------------------- */
+/* The number of the best set this machine has, or of the one with this name; -1 if there is none.
+ * Best first: avx512, avx2 and sse2 on x86-64, one set elsewhere. */
+int choose_instruction_set(const char *name);
+
 /* --- kernels.c -------------------------------------------------------------------------------- */
 bool can_reduce(uint32_t dtype, uint32_t op);
 /* out[i] = op over ranks of inputs[r][i], r ascending. out may be one of the inputs. */

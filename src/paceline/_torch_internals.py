@@ -61,15 +61,20 @@ __all__ = [
     "current_graph_task",
     "default_store",
     "device_types_of",
+    "drop_empty_hook_tables",
     "flatten_dense",
     "forget_inherited_compile_threads",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
+    "foreach_div_",
+    "foreach_mul_",
     "hidden_worker_info",
+    "implementation_of",
     "is_profiling",
     "keeps_graph",
     "make_parameters_local",
+    "member_tables",
     "move_inputs",
     "not_compiled",
     "preserve_version",
@@ -120,13 +125,31 @@ def preserve_version(
     return _unsafe_preserve_version_counter(tensors)
 
 
+def drop_empty_hook_tables(tensor: torch.Tensor) -> None:
+    """Hooks that were removed leave an empty table behind, which autograd goes on calling.
+
+    torch/_tensor.py makes the tables and has no way to drop them. A table in use is left alone.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        table = getattr(tensor, name, None)
+        if table is not None and not table:
+            setattr(tensor, name, None)
+
+
 # --------------------------------------------------------------------- tensors
+
+# Which C++ tensor is behind a Python one: torch.utils.swap_tensors, which module conversions use if
+# torch.__future__.set_swap_module_params_on_conversion asks for it, replaces it together with its
+# hooks. torch/csrc/autograd/python_variable.cpp; there is no public name for it.
+implementation_of: Callable[[Any], int] = attrgetter("_cdata")
 
 # One call for many tensors, which optimizers use under the same names (torch/optim); public
 # counterparts exist in no version of torch yet.
 foreach_copy_: Callable[..., Any] = torch._foreach_copy_
 foreach_add: Callable[..., Any] = torch._foreach_add
 foreach_add_: Callable[..., Any] = torch._foreach_add_
+foreach_div_: Callable[..., Any] = torch._foreach_div_
+foreach_mul_: Callable[..., Any] = torch._foreach_mul_
 
 
 def storage_users(tensor: torch.Tensor) -> int:
@@ -137,6 +160,16 @@ def storage_users(tensor: torch.Tensor) -> int:
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+def member_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The tables in which a module and its children keep their parameters and their children.
+
+    Whether any was replaced is asked before every forward; named_parameters() would take a hundred
+    times as long. torch/nn/modules/module.py; every module has both, or named_parameters() itself
+    would fail.
+    """
+    return [table for layer in module.modules() for table in (layer._parameters, layer._modules)]
 
 
 def flatten_dense(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

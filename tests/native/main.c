@@ -17,6 +17,7 @@ static const scenario scenarios[] = {
     SCENARIO(whole_steps),
     SCENARIO(external_buckets),
     SCENARIO(two_groups),
+    SCENARIO(updates),
     SCENARIO(mismatch),
     SCENARIO(mismatch_submitted),
     SCENARIO(abort_by_thread),

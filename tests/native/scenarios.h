@@ -16,6 +16,9 @@ void whole_steps(uint64_t seed);
 void external_buckets(uint64_t seed);
 void two_groups(uint64_t seed);
 
+/* updates.c */
+void updates(uint64_t seed);
+
 /* failures.c: what must fail, in the right way, on every rank */
 void mismatch(uint64_t seed);
 void mismatch_submitted(uint64_t seed);

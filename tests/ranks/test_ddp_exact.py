@@ -1,4 +1,7 @@
-"""The gradient is that of one process over the global batch, whatever the split."""
+"""average="samples": the gradient is that of one process over the global batch, whatever the split.
+
+What the default does is in test_ddp_average.py.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +61,7 @@ def assert_exact(model, samples):
 def run_splits(rank, world, cases):
     """Each case: per rank a list of micro-batch sizes."""
     join_group()
-    model = paceline.DistributedDataParallel(net())
+    model = paceline.DistributedDataParallel(net(), average="samples")
     for case in cases:
         model.zero_grad()
         whole = data(sum(map(sum, case)))
@@ -139,7 +142,7 @@ def ragged_epoch(rank, world, how):
         batch = torch.cat([batches[step] for batches in whole[:world] if step < len(batches)])
         plain(batch).square().mean().backward()
         alone.step()
-    model = paceline.DistributedDataParallel(net())
+    model = paceline.DistributedDataParallel(net(), average="samples")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
 
     def train():
@@ -215,7 +218,7 @@ def one_line(rank, world):
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
     logging.getLogger("paceline").addHandler(handler)
-    model = paceline.DistributedDataParallel(net())
+    model = paceline.DistributedDataParallel(net(), average="samples")
     for size in (2, 2 + rank, 3 + rank):
         model(data(size)).square().mean().backward()
     return lines
@@ -241,7 +244,7 @@ def several_forwards(rank, world):
         batch = torch.cat([source[:n] for n in sizes])
         plain(batch).square().mean().backward()
         expected.append([p.grad for p in plain.parameters()])
-    model = paceline.DistributedDataParallel(net())
+    model = paceline.DistributedDataParallel(net(), average="samples")
     for _ in range(2):
         one, other = model(first).square().mean(), model(second).square().mean()
         for loss, gradients in ((one, expected[0]), (other, expected[1])):

@@ -34,11 +34,13 @@ LAYERS = [
     ["backend"],
     ["data"],
     ["ddp", "dp"],
+    ["optim"],
     ["integrations"],
     ["diagnostics"],
     ["observe"],
     ["launch"],
     ["checkpoint", "ray"],
+    ["training"],
     ["bench"],
     ["cli"],
 ]

@@ -10,7 +10,7 @@ import torch
 from paceline.ddp.config import DDPConfig, bucket_limits, delayed_names, refuse_unknown
 from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.step import Phase, Step
-from paceline.ddp.weighting import AverageRule, Contribution, SampleWindow
+from paceline.ddp.weighting import AverageRule, Contribution, SampleCount, SampleWindow
 from paceline.errors import ConfigError
 
 
@@ -52,8 +52,9 @@ def test_when_replicas_are_compared(options, has_comm_hook, every):
 
 
 def test_the_average_over_ranks_divides_by_all_of_them():
-    assert config().average_rule == AverageRule(by_samples=True, divide_by_world=False)
-    assert config(average="ranks").average_rule == AverageRule(False, True)
+    assert config().average == "auto"
+    assert config().average_rule == config(average="samples").average_rule == AverageRule()
+    assert config(average="ranks").average_rule == AverageRule(by_ranks=True, divide_by_world=True)
 
 
 def test_buckets_are_planned_anew_unless_unused_parameters_are_sought():
@@ -79,7 +80,7 @@ def test_delayed_parameters_come_with_their_trigger_or_not_at_all():
 
 
 def test_a_step_counts_its_samples_once():
-    window, step = SampleWindow(), Step(Phase.FILLING, count=3)
+    window, step = SampleWindow(), Step(Phase.FILLING, count=SampleCount(3.0))
     assert step.count_samples(window) == step.count_samples(window) == Contribution(3.0, 3.0, 1)
 
 

@@ -19,8 +19,8 @@ from paceline._pytree import tensors_in
 from paceline.ddp.buckets import DenseBucket
 from paceline.ddp.consistency import describe, differences, digest
 from paceline.ddp.distributed_data_parallel import first_batch_size
-from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal, common_call
-from paceline.ddp.weighting import Contribution
+from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal, calls_mismatch, common_call
+from paceline.ddp.weighting import Basis, Contribution
 
 
 @dataclasses.dataclass
@@ -83,16 +83,21 @@ def test_batch_size_is_the_first_tensors_leading_dimension():
 
 
 def test_signal_survives_the_wire():
-    signal = Signal(Call.BACKWARD, Contribution(3.0, 7.5, 2), failed=True, buffers=True)
+    signal = Signal(
+        Call.BACKWARD, Contribution(3.0, 7.5, 2, Basis.SHARE, 4.0), failed=True, buffers=True
+    )
     assert len(signal.pack()) == SIGNAL_WIDTH
     assert Signal.unpack(signal.pack()) == signal
 
 
 def test_ranks_at_different_points_are_named():
-    assert common_call([Signal(Call.ANSWER), Signal(Call.FORWARD)], "Net") is Call.FORWARD
-    assert common_call([Signal(Call.ANSWER)] * 2, "Net") is Call.ANSWER
-    with pytest.raises(paceline.MismatchError, match="rank 0 is at forward, rank 1 is at backward"):
-        common_call([Signal(Call.FORWARD), Signal(Call.BACKWARD)], "Net")
+    assert common_call([Signal(Call.ANSWER), Signal(Call.FORWARD)]) is Call.FORWARD
+    assert common_call([Signal(Call.ANSWER)] * 2) is Call.ANSWER
+    signals = [Signal(Call.FORWARD), Signal(Call.BACKWARD)]
+    assert common_call(signals) is None
+    error = calls_mismatch(signals, "Net", ["", "the last batch"])
+    assert error.values == {0: "forward", 1: "backward (the last batch)"}
+    assert "rank 0 is at forward, rank 1 is at backward (the last batch)" in str(error)
 
 
 def allocate(nbytes, device):
@@ -256,7 +261,7 @@ def test_ragged_accumulation_in_a_world_of_one_is_exact(world_of_one):
     net = torch.nn.Linear(3, 2, dtype=torch.float64)
     plain = copy.deepcopy(net)
     plain(data).square().mean().backward()
-    model = paceline.DistributedDataParallel(net)
+    model = paceline.DistributedDataParallel(net, average="samples")
     with model.no_sync():
         for part in data[:2], data[2:2], data[2:3]:
             (model(part).square().mean() / 4).backward()

@@ -79,6 +79,34 @@ def test_many_tensors_at_once():
     flat = internals.flatten_dense(tensors)
     assert [part.shape for part in internals.unflatten_dense(flat, tensors)] == [(2,), (3,)]
     assert [total.sum() for total in internals.foreach_add(tensors, tensors)] == [0, 0]
+    internals.foreach_add_(tensors, [torch.ones(2), torch.ones(3)])
+    internals.foreach_mul_(tensors, 6)
+    internals.foreach_div_(tensors, 2)
+    assert [total.sum() for total in tensors] == [6, 9]
+
+
+def test_tables_of_members_show_what_is_replaced():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    tables = internals.member_tables(net)
+    assert sorted(map(len, tables)) == [0, 0, 0, 0, 2, 2]
+    net[0].weight, net[1] = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Tanh()
+    members = [member for table in tables for member in table.values()]
+    assert any(member is net[0].weight for member in members)
+    assert any(member is net[1] for member in members)
+
+
+def test_swapped_tensors_are_others_and_only_empty_hook_tables_are_dropped():
+    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
+    before = internals.implementation_of(one)
+    one.register_post_accumulate_grad_hook(print).remove()
+    kept = one.register_hook(lambda gradient: gradient * 2)
+    internals.drop_empty_hook_tables(one)
+    assert one._post_accumulate_grad_hooks is None
+    (one.sum()).backward()
+    assert one.grad.tolist() == [2.0, 2.0]
+    kept.remove()
+    torch.utils.swap_tensors(one, other)
+    assert internals.implementation_of(one) != before
 
 
 def test_stores_and_devices_of_groups():

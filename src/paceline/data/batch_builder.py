@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import (
     Dataset,
@@ -20,10 +20,12 @@ from torch.utils.data import (
 
 from paceline.data.batch_requests import BatchRequest
 from paceline.data.empty_batch import empty_batch
+from paceline.data.received_batches import ReceivedBatch
 from paceline.data.seeding import collate_seed, isolated_rng, seed_all
 from paceline.data.sharded_iterable import ShardedIterable
 
 __all__ = [
+    "BuiltBatch",
     "CollateSpec",
     "MapBatchBuilder",
     "StreamBatchBuilder",
@@ -49,14 +51,27 @@ class CollateSpec:
         return empty_batch(self.collate([sample]), self.collate([sample, sample]))
 
 
+class BuiltBatch(NamedTuple):
+    """A batch on its way from a worker, with what it is of its global batch."""
+
+    batch: Any
+    received: ReceivedBatch
+
+
 class MapBatchBuilder(Dataset[Any]):
-    """A map-style dataset seen as one that is indexed by requests and holds collated batches."""
+    """A map-style dataset seen as one that is indexed by requests and holds collated batches: each
+    a `BuiltBatch` if it is a share of a global batch.
+    """
 
     def __init__(self, dataset: Any, spec: CollateSpec, *, batched: bool) -> None:
         self._dataset, self._spec, self._batched = dataset, spec, batched
         self._fetches_batches = _fetches_batches(dataset)
 
     def __getitem__(self, request: BatchRequest) -> Any:
+        batch = self._build(request)
+        return batch if request.received is None else BuiltBatch(batch, request.received)
+
+    def _build(self, request: BatchRequest) -> Any:
         with contextlib.nullcontext() if request.seeds is None else isolated_rng():
             samples = self._samples(request)
             # How many numbers the samples drew must not show in what collate_fn draws.
@@ -83,7 +98,7 @@ class MapBatchBuilder(Dataset[Any]):
 
 
 class StreamBatchBuilder(IterableDataset[Any]):
-    """Collates what a `ShardedIterable` yields."""
+    """Collates what a `ShardedIterable` yields, each time to a `BuiltBatch`."""
 
     def __init__(self, stream: ShardedIterable, spec: CollateSpec) -> None:
         self._stream, self._spec = stream, spec
@@ -96,7 +111,7 @@ class StreamBatchBuilder(IterableDataset[Any]):
                     batch = self._spec.collate(list(samples))
                 else:
                     batch = self._spec.empty_like(samples.example)
-            yield batch
+            yield BuiltBatch(batch, samples.received)
 
 
 def draws_no_random_numbers(dataset: object, collate_fn: Callable[[Any], Any]) -> bool:

@@ -18,6 +18,7 @@ from paceline.data.order import (
     WeightedOrder,
 )
 from paceline.data.position import Position, check_state
+from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import Int64s, check_seed
 from paceline.data.shares import Share, check_batch_size, resolve_rank, share_of
 from paceline.errors import ConfigError
@@ -78,6 +79,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
         self.shuffle, self.seed, self.drop_last = shuffle, check_seed(seed), drop_last
         self._order = self._make_order(weights, num_samples, indices)
         self.position = Position()
+        self._source = BatchSource(keeps_all=True)
 
     @property
     def num_samples(self) -> int:
@@ -107,8 +109,10 @@ class GlobalBatchSampler(Sampler[list[int]]):
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
         epoch, first = self.position.begin()
+        self._source.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
             self.position.advance(epoch, number + 1)
+            self._source.hand_out(ReceivedBatch.of(self.share(number)))
             yield batch
         self.position.finish(epoch)
 
@@ -150,8 +154,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def global_batch(self, epoch: int, batch: int) -> list[int]:
         """All samples of one global batch, of all ranks, in order."""
-        start = batch * self.batch_size
-        positions = np.arange(start, start + self.share(batch).size, dtype=np.int64)
+        return self.samples(epoch, batch, 0, self.share(batch).size)
+
+    def samples(self, epoch: int, batch: int, start: int, stop: int) -> list[int]:
+        """Samples `start` to `stop - 1` of a global batch, whichever rank's they are."""
+        first = batch * self.batch_size
+        positions = np.arange(first + start, first + stop, dtype=np.int64)
         indices: list[int] = self._order.at(epoch, positions).tolist()
         return indices
 

@@ -4,6 +4,7 @@ prefetching.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -12,6 +13,7 @@ import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
 from paceline.data.batch_builder import (
+    BuiltBatch,
     CollateSpec,
     MapBatchBuilder,
     StreamBatchBuilder,
@@ -19,6 +21,8 @@ from paceline.data.batch_builder import (
     keep_batch,
 )
 from paceline.data.batch_requests import (
+    BatchRange,
+    BatchRequest,
     BatchRequests,
     GlobalBatchRequests,
     SamplerRequests,
@@ -26,6 +30,7 @@ from paceline.data.batch_requests import (
 )
 from paceline.data.device_prefetch import is_accelerator, prefetch_to_device, resolve_device
 from paceline.data.global_batch_sampler import GlobalBatchSampler
+from paceline.data.received_batches import BatchSource
 from paceline.data.rng import check_seed
 from paceline.data.sharded_iterable import ShardedIterable
 from paceline.data.shares import Share
@@ -33,7 +38,7 @@ from paceline.errors import ConfigError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase
 
-__all__ = ["DataLoader", "SupportsNoMoreData"]
+__all__ = ["DataLoader", "RangeLoader", "SupportsNoMoreData"]
 
 _T = TypeVar("_T")
 _LOADER = int(Phase.LOADER)
@@ -168,6 +173,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         self.seed_samples, self.empty_batch = seed_samples, empty_batch
         self._requests = self._make_requests(None if seed is None else check_seed(seed))
         self._inner: torch.utils.data.DataLoader[Any] | None = None
+        self._source = BatchSource()
 
     @property
     def epoch(self) -> int:
@@ -215,16 +221,40 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         """
         self._resumable().load_state_dict(state)
 
+    def range_loader(self, ranges: Iterable[BatchRange]) -> RangeLoader:
+        """Loads ranges of global batches instead of this rank's shares, each collated on its own.
+
+        `ranges` is iterated anew in every pass; the loader's own position does not move.
+
+        Raises:
+            ConfigError: there are no global batches, or their order is not kept.
+        """
+        sampler = self._resumable()
+        if not isinstance(self._requests, GlobalBatchRequests):
+            raise ConfigError(
+                f"{type(sampler).__name__} is a stream, of which no range can be loaded by itself: "
+                "use a dataset with a length"
+            )
+        return RangeLoader(self, self._requests, ranges)
+
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self.device is None else prefetch_to_device(batches, self.device)
+
     def _pass(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         position = self._requests.position
-        if self.device is not None:
-            batches = prefetch_to_device(batches, self.device)
+        batches = self._on_device(batches)
         # The position moves when the training loop receives a batch. Workers and the device
         # prefetch run ahead of it, and what they have fetched is lost on a restart.
+        self._source.begin()
         for number, batch in enumerate(_in_loader_phase(batches), start=first):
             position.advance(epoch, number + 1)
-            yield batch
+            if isinstance(batch, BuiltBatch):
+                self._source.hand_out(batch.received)
+                yield batch.batch
+            else:
+                yield batch
         position.finish(epoch)
+        self._source.finish()
         self._notify_model()
 
     def _notify_model(self) -> None:
@@ -249,20 +279,23 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     def _inner_loader(self) -> torch.utils.data.DataLoader[Any]:
         """torch's loader, which does the work. Its workers get one request for each batch."""
         # A new inner loader for each pass, unless workers shall stay: then they belong to it.
-        if self._inner is not None and self.persistent_workers:
-            return self._inner
+        if self._inner is None or not self.persistent_workers:
+            self._inner = self._new_inner_loader(self._requests)
+        return self._inner
+
+    def _new_inner_loader(
+        self, requests: Iterable[BatchRequest] | None
+    ) -> torch.utils.data.DataLoader[Any]:
         dataset: Any = self.dataset
-        requests: Any = None
         collate: Callable[[Any], Any] = keep_batch
         spec = CollateSpec(self.collate_fn, self.empty_batch)
         if isinstance(dataset, ShardedIterable):
-            dataset = StreamBatchBuilder(dataset, spec)
+            dataset, requests = StreamBatchBuilder(dataset, spec), None
         elif isinstance(dataset, IterableDataset):
-            collate = self.collate_fn
+            collate, requests = self.collate_fn, None
         else:
             dataset = MapBatchBuilder(dataset, spec, batched=self.batch_sampler is not None)
-            requests = self._requests
-        self._inner = torch.utils.data.DataLoader(
+        return torch.utils.data.DataLoader(
             dataset,
             sampler=requests,
             collate_fn=collate,
@@ -277,7 +310,6 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             persistent_workers=self.persistent_workers,
             in_order=self.in_order,
         )
-        return self._inner
 
     def _resumable(self) -> GlobalBatchSampler | ShardedIterable:
         if not self.in_order:
@@ -291,6 +323,34 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a "
             "dataset and a batch_size only, or a paceline.GlobalBatchSampler as batch_sampler"
         )
+
+
+class RangeLoader:
+    """Batches of any ranges of global batches, through the workers and the device prefetch of a
+    `DataLoader`.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], requests: GlobalBatchRequests, ranges: Iterable[BatchRange]
+    ) -> None:
+        self._loader, self._requests = loader, _RangeRequests(requests, ranges)
+        self._inner: torch.utils.data.DataLoader[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._inner is None or not self._loader.persistent_workers:
+            self._inner = self._loader._new_inner_loader(self._requests)
+        return _in_loader_phase(self._loader._on_device(iter(self._inner)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RangeRequests:
+    """The requests for some ranges, as often as there are passes."""
+
+    requests: GlobalBatchRequests
+    ranges: Iterable[BatchRange]
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return map(self.requests.request, self.ranges)
 
 
 def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline._torch_internals import hidden_worker_info
 from paceline.data.position import Position, check_state
+from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import check_seed, derive_keys
 from paceline.data.seeding import RngState, isolated_rng, sample_seeds, seed_all
 from paceline.data.shares import check_batch_size, resolve_rank, share_of
@@ -23,11 +24,12 @@ class LocalBatch(list[Any]):
     """This rank's samples of one global batch.
 
     If there are none, `example` is a sample that shows what they look like. `seed` is for
-    collating.
+    collating, `received` tells what they are of the global batch.
     """
 
     example: Any = None
     seed: int = 0
+    received = ReceivedBatch(0, 0.0)
 
 
 class ShardedIterable(IterableDataset[LocalBatch]):
@@ -80,6 +82,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
         self.source, self.transform = source, transform
         self.seed, self.drop_last = check_seed(seed), drop_last
         self.position = Position()
+        self._source = BatchSource()
         # Epoch and first batch of the running pass. In shared memory, since workers can outlive a
         # pass.
         self._pass = torch.full((2,), -1, dtype=torch.int64)
@@ -104,10 +107,13 @@ class ShardedIterable(IterableDataset[LocalBatch]):
             yield from self.announced_batches()
             return
         epoch, first = self.position.begin()
+        self._source.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
             self.position.advance(epoch, number + 1)
+            self._source.hand_out(batch.received)
             yield batch
         self.position.finish(epoch)
+        self._source.finish()
 
     def batches(
         self, epoch: int, first: int = 0, offset: int = 0, step: int = 1
@@ -178,7 +184,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
         seeds = sample_seeds(self.seed, epoch, range(start + wanted.start, start + wanted.stop))
         samples = self._transformed(chunk[wanted], seeds)
         batch = LocalBatch(samples if share.count else [])
-        batch.seed = seeds[0]
+        batch.seed, batch.received = seeds[0], ReceivedBatch.of(share)
         batch.example = None if share.count else samples[0]
         return batch
 

@@ -4,7 +4,9 @@ forwards it covers, and when it has finished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -15,8 +17,10 @@ from paceline.ddp.autograd_hooks import AutogradHooks, queue_callback
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
+from paceline.ddp.reducer_compat import ReducerCompat
 from paceline.ddp.step import ForwardPass, Phase, Step
-from paceline.ddp.weighting import AverageRule, SampleWindow
+from paceline.ddp.weighting import AverageRule, Basis, SampleCount, SampleWindow, combined
+from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase as TrainingPhase
 
@@ -35,7 +39,7 @@ class StepActions:
     on_unequal_counts: Callable[[list[float]], None] | None = None
 
 
-class BackwardObserver:
+class BackwardObserver(ReducerCompat):
     """Tracks forwards and backwards of one model. Subclasses say what a backward means."""
 
     def __init__(
@@ -54,6 +58,7 @@ class BackwardObserver:
         self.forwards = ForwardTracker()
         self.window = SampleWindow()
         self.step: Step | None = None
+        self._next_backward_syncs = False  # whatever the forward it belongs to says
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:
@@ -67,15 +72,29 @@ class BackwardObserver:
         """From the next step on, average by this rule."""
         self.rule = rule
 
+    def renew_hooks(self) -> None:
+        """The parameters may have lost their hooks: give them others."""
+        self.hooks.remove()
+
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
         self.hooks.remove()
 
     # ----------------------------------------------------------------------------- forward
 
-    def begin_forward(self, sample_count: float) -> None:
-        """A forward of so many samples is about to run, and backward may follow."""
-        self.forwards.begin(sample_count)
+    def begin_forward(self, count: SampleCount) -> None:
+        """A forward of this weight is about to run, and backward may follow."""
+        if self.window.basis is not None and count.basis is not self.window.basis:
+            self._refuse_half_stated(count)
+        self.forwards.begin(count)
+
+    def _refuse_half_stated(self, count: SampleCount) -> None:
+        """Numbers of samples that were stated cannot be weighed against those nobody stated."""
+        if count.value and Basis.SAMPLES in (count.basis, self.window.basis):
+            raise ConfigError(
+                f"{self.label}: model.count(n) was around some micro-batches of this step, but not "
+                "around others. State a number for every micro-batch, or for none."
+            )
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
         """Forward returned these tensors: when backward reaches one, it belongs to this pass."""
@@ -92,6 +111,26 @@ class BackwardObserver:
         ):
             self.hooks.set_sentinels(forward)
         self.forwards.returned(forward, reachable=reachable)
+
+    def synchronise_next_backward(self) -> None:
+        """The next backward is averaged, whichever forward it belongs to, and whether that has
+        returned or is still running.
+        """
+        self.settle_dropped()
+        if self.step is None and self.tracks(sync=True):
+            self._forget_arrivals()
+            self._next_backward_syncs = True
+            # If it does not come by the outputs of a forward: that of the running one.
+            self.hooks.set_sentinels(ForwardPass(self.forwards.sample_count, sync=True))
+
+    def tracks(self, sync: bool) -> bool:
+        """Whether a forward needs to be tracked at all."""
+        del sync
+        return True
+
+    def follow_plan(self) -> bool:
+        """Change to a better plan, where one has been made; true if there was one."""
+        return False
 
     @property
     def _is_learning(self) -> bool:
@@ -111,31 +150,31 @@ class BackwardObserver:
             if self.step is None:
                 self._arm(task, forward)
             else:
-                forward.spend()
-                self.step.count += forward.count
+                self.step.cover(forward)
                 if forward.sync and self.step.synchronise():
                     self._prepare()
 
     def _arm(self, task: int, forward: ForwardPass) -> None:
         self.hooks.remove_sentinels()
-        phase = Phase.FILLING if forward.sync else Phase.ACCUMULATING
+        sync = forward.sync or self._next_backward_syncs
+        self._next_backward_syncs = False
+        phase = Phase.FILLING if sync else Phase.ACCUMULATING
         others = self.forwards.reached(forward)
         step = Step(phase, task=task, count=forward.count, keeps_graph=torch.is_grad_enabled())
         self.step = step
         recorder.phase(_BACKWARD)
         self._begin_step(step, is_one_of_several=bool(others))
         queue_callback(self, step.number)
-        count = forward.count + sum(other.count for other in others)
-        if self.rule.by_samples and (
-            self.window.open or (count == 0 and phase is Phase.ACCUMULATING)
-        ):
-            self.hooks.scale_by(self.window.preview(count))
-        if forward.sync:
+        if not self.rule.by_ranks and (self.window.open or phase is Phase.ACCUMULATING):
+            counts = (other.count for other in others)
+            self.hooks.scale_by(self.window.preview(functools.reduce(combined, counts, step.count)))
+        if sync:
             self._prepare()
 
     def bypassed_outputs(self, forward: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
         """Backward arrived at a parameter before it came to an output of forward."""
-        if self.hooks.note_bypass() and not self._is_learning:
+        announced = self._next_backward_syncs
+        if not announced and self.hooks.note_bypass() and not self._is_learning:
             _logger.warning(
                 "%s: the loss was not computed from forward's outputs. Gradients of the previous "
                 "backward may not have been averaged; later ones will be. Return from forward "
@@ -153,6 +192,9 @@ class BackwardObserver:
         self.hooks.remove_scaling()
         try:
             self._finish_step(step)
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             self._end_step(step)
             if recorder.current == _BACKWARD:
@@ -172,6 +214,12 @@ class BackwardObserver:
 
     def settle_dropped(self) -> None:
         """If the last backward raised and the program went on, let that be known now."""
+        # What is raised to the program is its own business: peers that are gone are no error here.
+        with contextlib.suppress(PacelineError):
+            self.publish_dropped()
+
+    def publish_dropped(self) -> None:
+        """As `settle_dropped`, and raise if the peers are gone."""
 
     def abandon_step(self) -> None:
         """Forget the backward that is running and the samples counted so far."""

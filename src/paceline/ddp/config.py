@@ -19,13 +19,14 @@ __all__ = [
     "DelayedNames",
     "Policy",
     "bucket_limits",
+    "check_policy",
     "delayed_names",
     "refuse_unknown",
     "syncs_buffers",
     "warn_of_check_reduction",
 ]
 
-Average = Literal["samples", "ranks"]
+Average = Literal["auto", "samples", "ranks"]
 Policy = Literal["raise", "skip"]
 _CHECK_REPLICAS_EVERY = 200
 
@@ -44,7 +45,7 @@ class DelayedNames:
 class DDPConfig:
     """What a model was wrapped with. Nothing changes it: `dataclasses.replace` makes another."""
 
-    average: Average = "samples"
+    average: Average = "auto"
     on_error: Policy = "raise"
     check_finite: bool = False
     check_replicas_every: int | None = None
@@ -60,20 +61,20 @@ class DDPConfig:
     delayed: DelayedNames | None = None
 
     def __post_init__(self) -> None:
-        if self.average not in ("samples", "ranks"):
+        if self.average not in ("auto", "samples", "ranks"):
             raise ConfigError(
-                'average must be "samples" (exact) or "ranks" (torch\'s plain average), '
-                f"got {self.average!r}"
+                'average must be "auto" (by samples where their number is known), "samples" (by '
+                'the leading dimension of the input) or "ranks" (torch\'s plain average), got '
+                f"{self.average!r}"
             )
-        if self.on_error not in ("raise", "skip"):
-            raise ConfigError(f'on_error must be "raise" or "skip", got {self.on_error!r}')
+        check_policy(self.on_error)
 
     # ----------------------------------------------------------------------------- what follows
 
     @property
     def average_rule(self) -> AverageRule:
         by_ranks = self.average == "ranks"
-        return AverageRule(by_samples=not by_ranks, divide_by_world=by_ranks)
+        return AverageRule(by_ranks=by_ranks, divide_by_world=by_ranks)
 
     @property
     def replans(self) -> bool:
@@ -107,6 +108,13 @@ class DDPConfig:
             "mixed_precision": self.mixed_precision,
         }
         return {f"argument {name}": str(value) for name, value in chosen.items()}
+
+
+def check_policy(on_error: Policy) -> Policy:
+    """The policy, if it is one."""
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f'on_error must be "raise" or "skip", got {on_error!r}')
+    return on_error
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:

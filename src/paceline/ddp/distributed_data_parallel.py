@@ -8,8 +8,10 @@ import contextlib
 import copy
 import dataclasses
 import logging
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ from paceline._torch_internals import (
     remove_optimizer_hooks,
 )
 from paceline.backend import PacelineGroup
+from paceline.data.received_batches import weight_of_input
 from paceline.ddp.atomic_step import StepGuard
 from paceline.ddp.backward_observer import StepActions
 from paceline.ddp.buffers import BufferHook, broadcast, sync_buffers
@@ -37,6 +40,7 @@ from paceline.ddp.config import (
     DDPConfig,
     Policy,
     bucket_limits,
+    check_policy,
     delayed_names,
     refuse_unknown,
     syncs_buffers,
@@ -47,6 +51,7 @@ from paceline.ddp.delayed_parameters import DelayedParameters
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.group_transport import GroupTransport
 from paceline.ddp.mixed_precision import LowPrecision
+from paceline.ddp.model_watch import ModelWatch, PlannedParameter, changes_between
 from paceline.ddp.plan import MIB, ManagedParameter
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
@@ -55,6 +60,7 @@ from paceline.ddp.single_rank import SingleRank
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.torch_compat import TorchCompat
 from paceline.ddp.transport import Transport
+from paceline.ddp.weighting import NO_SAMPLES, Basis, SampleCount
 from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
@@ -63,12 +69,24 @@ __all__ = ["DistributedDataParallel", "GradientSnapshot", "first_batch_size"]
 
 _logger = logging.getLogger("paceline")
 _FORWARD, _FORWARDS = int(Phase.FORWARD), int(Field.FORWARDS)
+_CHANGES_SHOWN = 10
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _NEEDLESS = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
     "a gradient."
 )
+_AVERAGED_EQUALLY = (
+    "How many samples these are is not known, so the ranks' gradients were averaged equally, as "
+    "torch does. If ranks hold different numbers of samples, load them with paceline.DataLoader, "
+    "or state the number with `with model.count(n):` around forward: then the average is exact. "
+    'If they do not, average="ranks" says so.'
+)
+_TAKEN_FOR_SAMPLES = (
+    'average="samples" takes them for numbers of samples and weighs each rank by its own. State '
+    'another weight with `with model.count(n):`, or average ranks equally with average="ranks".'
+)
 # What cannot be pickled, and is made anew from what can.
-_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history")
+_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history", "_watch")
 
 
 class _Active:
@@ -91,9 +109,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     The first twenty arguments are torch's, with the same meaning and defaults. Paceline's own:
 
-    average: "samples" weighs each rank by the number of samples it saw, so that the gradient is
-        that of the global batch whatever its split; "ranks" is torch's plain average. Equal counts
-        give the same bits either way.
+    average: "auto" weighs each rank by its samples where their number is known: stated with
+        `count(n)`, or the batch came from `paceline.DataLoader` or `GlobalBatchSampler`. Then the
+        gradient is that of the global batch, whatever its split. Where it is not known, ranks are
+        averaged equally, as torch does, to the bit. "samples" takes the leading dimension of the
+        first input for the number, "ranks" is torch's average always. Equal numbers give the same
+        bits in every case.
     check_replicas_every: compare a digest of the weights over ranks every so many steps; 0 turns it
         off.
     check_finite: look for non-finite gradients before they are averaged, and fail the step on every
@@ -124,7 +145,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         batched_grad_copy: bool = False,
         forward_sync_buffers: bool | None = None,
         *,
-        average: Average = "samples",
+        average: Average = "auto",
         check_replicas_every: int | None = None,
         check_finite: bool = False,
         on_error: Policy = "raise",
@@ -290,9 +311,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         ]
 
     def _prepare_sync_batchnorm(self) -> None:
+        self._sync_batchnorm: list[SyncBatchNorm] = []
         for name, layer in self.module.named_modules():
             if isinstance(layer, SyncBatchNorm):
-                layer.weigh_samples = self._config.average == "samples"
+                self._sync_batchnorm.append(layer)
             elif isinstance(layer, torch.nn.SyncBatchNorm) and self.device_type == "cpu":
                 raise ConfigError(
                     f"{name or 'the module'} is torch's SyncBatchNorm: SyncBatchNorm layers only "
@@ -303,9 +325,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     # ------------------------------------------------------------------- rebuild
 
     def _rebuild(self) -> None:
-        """Make the reducer, or another one instead of it: parameters were unfrozen, a hook was
-        registered, the group was replaced, the model was unpickled. Whatever it needs is kept by
-        this module, so that nothing is lost on the way.
+        """Make the reducer, or another one instead of it: the model has other parameters, a hook
+        was registered, the group was replaced, the model was unpickled. Whatever it needs is kept
+        by this module, so that nothing is lost on the way.
         """
         previous: Reducer | SingleRank | None = self.__dict__.get("reducer")
         if previous is not None:
@@ -313,9 +335,6 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             previous.remove_hooks()
         config = self._config
         managed = self._managed_parameters()
-        self._frozen = [
-            parameter for parameter in self._module_parameters if not parameter.requires_grad
-        ]
         self.modules_buffers = list(self._named_buffers().values())
         self._rebuild_delayed()
         transport = self._new_transport(managed)
@@ -350,6 +369,22 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
                 bucket_dtype=None if low is None else low.reduce_dtype,
             )
             self.reducer.use_rule(rule)
+        self._watch_model()
+
+    def _watch_model(self) -> None:
+        """Remember what the plan was made for, to see before a forward whether it still fits."""
+        self._frozen = [
+            parameter for parameter in self._module_parameters if not parameter.requires_grad
+        ]
+        planned = [(entry.name, entry.parameter) for entry in self.reducer.managed]
+        if self._delayed is not None:
+            planned += self._delayed.named
+        reducer = self.reducer
+        self._watch = ModelWatch(
+            self,
+            [PlannedParameter.of(*named) for named in planned],
+            relies_on_hooks=isinstance(reducer, Reducer) and reducer.relies_on_hooks,
+        )
         self._settle_transparency()
 
     def _settle_transparency(self) -> None:
@@ -398,14 +433,81 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if names is not None:
             self._delayed = DelayedParameters(self.module, names, self.process_group)
 
-    def _follow_unfreezing(self) -> None:
-        """Parameters that were frozen when the buckets were planned need a gradient now: plan anew,
-        on every rank.
+    # ------------------------------------------------------------------- changes of the model
+
+    def _model_may_have_changed(self) -> bool:
+        # Between forward and backward, `mixed_precision` has parameters of another dtype in place.
+        low = self._low_precision
+        if low is not None and low.is_applied:
+            return False
+        if self._watch.has_changed():
+            return True
+        reducer = self.reducer
+        return bool(self._frozen or reducer.frozen) and any(
+            map(_requires_grad, (*self._frozen, *reducer.frozen))
+        )
+
+    def _follow_model(self) -> None:
+        """Something about the model is not as it was: if the plan no longer fits, make another, on
+        every rank.
         """
-        if isinstance(self.reducer, Reducer):
-            named = [(managed.name, managed.parameter) for managed in self._managed_parameters()]
-            check_same_model(self.reducer.transport, describe(named, ()))
+        reducer = self.reducer
+        self._choose_parameters()
+        frozen = [*self._frozen, *reducer.frozen]
+        trainable = self._trainable_parameters()
+        changes = changes_between(self._watch.planned, trainable, self.module.parameters(), frozen)
+        if not changes:
+            reducer.renew_hooks()
+            self._watch_model()
+            return
+        if isinstance(reducer, Reducer):
+            signals = reducer.agree_on_new_plan(changes)
+            self._refuse_absence_from_new_plan(signals, changes)
+        self._make_new_parameters_equal(trainable, changes)
+        if self._low_precision is not None:
+            self._low_precision = LowPrecision(self._config.mixed_precision, self.module)
+        self._prepare_sync_batchnorm()
         self._rebuild()
+        if self.process_group.rank() == 0:
+            _logger.info(
+                "%s: buckets planned anew: %s", type(self.module).__name__, _shorten(changes)
+            )
+
+    def _trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters whose gradients are averaged, at once or delayed."""
+        delayed = self._config.delayed
+        names = delayed.names if delayed is not None else ()
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and (name not in self.parameters_to_ignore or name in names)
+        }
+
+    def _make_new_parameters_equal(
+        self, trainable: Mapping[str, torch.nn.Parameter], changes: Sequence[str]
+    ) -> None:
+        """As when the model was wrapped: every rank has the same parameters, and those that were
+        not in the plan get rank 0's values.
+        """
+        if self.process_group.size() == 1:
+            return
+        description = describe(trainable.items(), ()) | {"changes": "; ".join(changes)}
+        check_same_model(self._group_transport(), description)
+        planned = {id(entry.parameter) for entry in self._watch.planned}
+        new = [parameter for parameter in trainable.values() if id(parameter) not in planned]
+        if self._config.init_sync and new:
+            broadcast(self.process_group, new, 0)
+
+    def _refuse_absence_from_new_plan(
+        self, signals: Sequence[Signal], changes: Sequence[str]
+    ) -> None:
+        absent = [rank for rank, signal in enumerate(signals) if signal.call is Call.ANSWER]
+        if absent:
+            raise ConfigError(
+                f"rank {', '.join(map(str, absent))} ran out of data, but the model was changed "
+                f"({_shorten(changes)}), which needs all ranks. Change it when all ranks have "
+                "data, or when none has."
+            )
 
     @property
     def compares_replicas_every(self) -> int:
@@ -461,15 +563,14 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if reducer.step is not None:
             reducer.settle_dropped()
         if torch.is_grad_enabled():
-            if (self._frozen or reducer.frozen) and any(
-                parameter.requires_grad for parameter in (*self._frozen, *reducer.frozen)
-            ):
-                self._follow_unfreezing()
+            if reducer.step is None and self._model_may_have_changed():
+                self._follow_model()
                 reducer = self.reducer
-            stated = self._stated_count
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest
             # of this line.
-            reducer.begin_forward(first_batch_size(inputs, kwargs) if stated is None else stated)
+            reducer.begin_forward(self._sample_count(inputs, kwargs))
+            if self._sync_batchnorm:
+                self._weigh_batchnorm(reducer.forwards.sample_count)
         if reducer.step is None and isinstance(reducer, Reducer):
             # Not in backward: there a checkpoint computes again what it had.
             self._meet_peers(reducer)
@@ -564,17 +665,15 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             remove_optimizer_hooks(self._module_parameters)
             self._use_hook(HookSpec.of_optimizer())
 
-    def _report_unequal_counts(self, totals: list[float]) -> None:
-        if self.process_group.rank() == 0:
-            counts = ", ".join(f"rank {rank}: {total:g}" for rank, total in enumerate(totals))
-            _logger.warning(
-                "%s: ranks hold different numbers of samples (%s); each gradient is weighted by "
-                "its rank's number, so that the average is that of the global batch. State another "
-                "weight with `with model.count(n):`, or average ranks equally with "
-                'average="ranks".',
-                type(self.module).__name__,
-                counts,
-            )
+    def _report_unequal_counts(self, leading: list[float]) -> None:
+        if self.process_group.rank() != 0:
+            return
+        _logger.warning(
+            "%s: the ranks' inputs have different leading dimensions (%s). %s",
+            type(self.module).__name__,
+            ", ".join(f"rank {rank}: {size:g}" for rank, size in enumerate(leading)),
+            _TAKEN_FOR_SAMPLES if self._config.average == "samples" else _AVERAGED_EQUALLY,
+        )
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
@@ -583,14 +682,35 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     # ------------------------------------------------------------------- samples
 
+    def _sample_count(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SampleCount:
+        """What a forward of these inputs weighs."""
+        if self._stated_count is not None:
+            return SampleCount(self._stated_count)
+        leading = first_batch_size(inputs, kwargs)
+        average = self._config.average
+        reported = 0 if self._history.unequal_counts_reported else leading
+        if average == "samples":
+            return SampleCount(leading, Basis.SAMPLES, reported)
+        if average == "auto":
+            weight = weight_of_input(leading)
+            if weight is not None:
+                return SampleCount(weight, Basis.SHARE)
+            if not leading and not any(map(torch.numel, tensors_in((inputs, kwargs)))):
+                return NO_SAMPLES
+        return SampleCount(1.0, Basis.RANK, reported)
+
+    def _weigh_batchnorm(self, count: SampleCount) -> None:
+        # In average="ranks" every rank's loss counts the same, whatever was stated.
+        weight = 1.0 if self._config.average == "ranks" else count.value
+        for layer in self._sync_batchnorm:
+            layer.loss_weight = weight
+
     @contextlib.contextmanager
     def count(self, samples: float) -> Iterator[None]:
-        """State what this rank's gradient weighs (samples, tokens, ...), instead of the input's
-        leading dimension.
+        """State what this rank's gradient weighs: the samples (or tokens, graphs, ...) over which
+        its loss is a mean. On every rank; 0 contributes nothing. Ignored with average="ranks".
         """
-        if samples < 0:
-            raise ConfigError(f"count({samples!r}): a number of samples is not negative")
-        previous, self._stated_count = self._stated_count, float(samples)
+        previous, self._stated_count = self._stated_count, _checked_count(samples)
         try:
             yield
         finally:
@@ -651,7 +771,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         broadcast(self.process_group, tensors, source)
 
     def _answer_forward(self, signals: Sequence[Signal]) -> None:
-        """The others begin a forward, this rank has no data."""
+        """The others begin a forward, or plan other buckets, and this rank has no data."""
+        if any(signal.call is Call.REPLAN for signal in signals):
+            self._refuse_absence_from_new_plan(signals, ("see the other ranks",))
         self._refuse_absence_from_batchnorm(signals)
         if any(signal.buffers for signal in signals):
             self._sync_buffers(signals)
@@ -662,9 +784,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         """`with model.all_or_none():` around one step: if it fails on any rank, it counts on none.
 
         on_error="raise": every rank raises. "skip": every rank goes on after the block, weights,
-        gradients and buffers as they were before it.
+        gradients and buffers as they were before it. Only errors of the step are skipped: the loss
+        of the group, ranks that disagree, Ctrl-C and exit always come through.
         """
-        return StepGuard(self, lambda: self.reducer, on_error or self._config.on_error)
+        policy = self._config.on_error if on_error is None else check_policy(on_error)
+        return StepGuard(self, lambda: self.reducer, policy)
 
     # ------------------------------------------------------------------- no_sync, join
 
@@ -687,8 +811,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     ) -> Join:
         """Train with uneven inputs: ranks that leave the block early answer the others.
 
-        By default the average is over the samples there are. `divide_by_initial_world_size=True`
-        gives torch's scaling: gradients shrink as ranks run out of data.
+        By default the average is over the samples there are, where their numbers are known; where
+        they are not, gradients shrink as ranks run out of data, as they do in torch.
+        `divide_by_initial_world_size` asks for one or the other.
         """
         return Join(
             [self],
@@ -699,11 +824,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
         divide = kwargs.get("divide_by_initial_world_size")
-        if divide is not None:
-            rule = self._config.average_rule
-            self.reducer.use_rule(dataclasses.replace(rule, divide_by_world=bool(divide)))
+        rule = self._config.average_rule
+        if divide is None:
+            rule = dataclasses.replace(rule, divide_ranks_by_world=True)
         else:
-            self.reducer.use_rule(self._config.average_rule)
+            rule = dataclasses.replace(rule, divide_by_world=bool(divide))
+        self.reducer.use_rule(rule)
         return _JoinHook(self)
 
     @property
@@ -865,6 +991,18 @@ def first_batch_size(inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
     return first.shape[0] if first is not None and first.dim() > 0 else 1
 
 
+def _checked_count(samples: float) -> float:
+    try:
+        count = float(samples)
+    except (TypeError, ValueError):
+        count = math.nan
+    if not (math.isfinite(count) and count >= 0):
+        raise ConfigError(
+            f"count({samples!r}): expected a finite number of samples that is not negative"
+        )
+    return count
+
+
 def _default_group() -> dist.ProcessGroup:
     if not dist.is_available() or not dist.is_initialized():
         raise ConfigError(
@@ -875,6 +1013,11 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _shorten(changes: Sequence[str]) -> str:
+    more = len(changes) - _CHANGES_SHOWN
+    return "; ".join(changes[:_CHANGES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _device_index(device: int | torch.device) -> int:

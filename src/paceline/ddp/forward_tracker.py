@@ -7,6 +7,7 @@ import weakref
 import torch
 
 from paceline.ddp.step import ForwardPass
+from paceline.ddp.weighting import NO_SAMPLES, SampleCount
 
 __all__ = ["ForwardTracker"]
 
@@ -19,13 +20,13 @@ class ForwardTracker:
     __slots__ = ("_futures", "_passes", "awaits_backward", "sample_count")
 
     def __init__(self) -> None:
-        self.sample_count = 0.0  # of the forward that is running
+        self.sample_count = NO_SAMPLES  # of the forward that is running
         self.awaits_backward = False  # a forward was made, and no backward has reached it yet
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._futures: list[torch.futures.Future[object]] = []
 
-    def begin(self, sample_count: float) -> None:
-        """A forward of so many samples is about to run."""
+    def begin(self, sample_count: SampleCount) -> None:
+        """A forward of this weight is about to run."""
         self.sample_count = sample_count
 
     def returned(self, forward: ForwardPass, *, reachable: bool) -> None:

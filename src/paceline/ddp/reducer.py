@@ -18,7 +18,6 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -36,11 +35,17 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, common_call
+from paceline.ddp.signals import (
+    Call,
+    Signal,
+    calls_mismatch,
+    common_call,
+    refuse_half_stated,
+)
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError
+from paceline.errors import MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -106,11 +111,6 @@ class Reducer(BackwardObserver):
     def _is_learning(self) -> bool:
         return self._layout.is_learning
 
-    def tracks(self, sync: bool) -> bool:
-        """Whether a forward needs to be tracked at all."""
-        del sync
-        return True
-
     def _name_buckets(self) -> None:
         names = [managed.name for managed in self.managed]
         members = self.transport.members
@@ -122,13 +122,21 @@ class Reducer(BackwardObserver):
         """
         if not self._layout.has_next_plan or self.step is not None:
             return False
-        self.hooks.remove()
+        self.renew_hooks()
         self._layout.follow_next_plan()
         if self.transport.reduces_at_end:
             self.hooks.hook_few_parameters()
-        self._lacks_hooks = True
         self._name_buckets()
         return True
+
+    @property
+    def relies_on_hooks(self) -> bool:
+        """Gradients show by hooks that they have arrived, not only by themselves."""
+        return not self.transport.reduces_at_end
+
+    def renew_hooks(self) -> None:
+        self.hooks.remove()
+        self._lacks_hooks = True
 
     def remove_hooks(self) -> None:
         super().remove_hooks()
@@ -151,22 +159,42 @@ class Reducer(BackwardObserver):
     # ------------------------------------------------------------------- forward
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
+        self._install_hooks()
+        super().track_outputs(tensors, sync)
+
+    def synchronise_next_backward(self) -> None:
+        self.follow_plan()  # as before a forward: the backward may belong to none
+        self._install_hooks()
+        super().synchronise_next_backward()
+
+    def _install_hooks(self) -> None:
         if self._lacks_hooks:
             self._lacks_hooks = False
             self.hooks.install(self._layout.buckets, self._layout.sent_early)
-        super().track_outputs(tensors, sync)
 
-    def exchange_signals(self, signal: Signal) -> list[Signal]:
-        """Exchange signals outside backward. Raises if a peer has failed."""
+    def exchange_signals(self, signal: Signal, detail: str = "") -> list[Signal]:
+        """Exchange signals outside backward. Raises if a peer has failed, or does something else;
+        it then gets to read `detail`.
+        """
         self._telemetry.enter_forward_wait(self.history.steps)
         try:
             self.transport.post(signal)
             signals = self.transport.signals()
-            self._check(signals)
+            self._check(signals, detail)
             self.transport.complete()
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             recorder.leave()
         return signals
+
+    def agree_on_new_plan(self, changes: Sequence[str]) -> list[Signal]:
+        """Other buckets are about to replace these on all ranks. Raises on every rank if one of
+        them does something else.
+        """
+        self.follow_plan()  # as peers did before their forward, if that is what they are doing
+        return self.exchange_signals(Signal(Call.REPLAN), "; ".join(changes))
 
     def _forget_arrivals(self) -> None:
         self.hooks.forget_arrivals(self._layout.buckets)
@@ -190,7 +218,13 @@ class Reducer(BackwardObserver):
         )
 
     def _prepare(self) -> None:
-        for bucket in self._layout.buckets:
+        buckets = self._layout.buckets
+        # A caller may have put one bucket's gradient where another's belongs. All step aside before
+        # the first is filled.
+        if len(buckets) > 1:
+            for bucket in buckets:
+                bucket.restore_views()
+        for bucket in buckets:
             bucket.prepare()
 
     def copy_in(self, index: int, position: int) -> None:
@@ -247,7 +281,7 @@ class Reducer(BackwardObserver):
             contribution = step.count_samples(self.window)
             self._note_arrivals(bucket)
             reached = self._used_in(bucket)
-            is_empty = self.rule.by_samples and contribution.empty
+            is_empty = contribution.empty and not self.rule.by_ranks
             used = bucket.gather(reached, contribute=not is_empty)
             step.used_count += len(used)
             if len(used) < len(reached):
@@ -387,7 +421,7 @@ class Reducer(BackwardObserver):
             return False
         contribution = step.count_samples(self.window)
         # Micro-batches of one size: then ranks whose signals are equal weigh 1 / world.
-        reference, total, micro_batches = contribution
+        reference, total, micro_batches, *_ = contribution
         if not total or reference * micro_batches != total or not bucket.copy_in_fast():
             return False
         bucket.fired.extend(bucket.positions)
@@ -501,12 +535,12 @@ class Reducer(BackwardObserver):
         finally:
             recorder.leave()
         self._check(signals)
-        call = common_call(signals, self.label)
+        call = common_call(signals)
         if call is Call.BACKWARD:
             self._participate_in_backward(signals)
         else:
             self.transport.complete()
-            if call is Call.FORWARD:
+            if call is not Call.ANSWER:
                 on_forward(signals)
         return signals
 
@@ -534,26 +568,34 @@ class Reducer(BackwardObserver):
 
     # ------------------------------------------------------------------- failures
 
-    def _check(self, signals: Sequence[Signal]) -> None:
-        """Everybody sees the same signals, so everybody raises or nobody does."""
+    def _check(self, signals: Sequence[Signal], detail: str = "") -> None:
+        """Everybody sees the same signals, so everybody raises or nobody does. If they do different
+        things, `detail` is what the peers get to read about this rank's.
+        """
         first = signals[0]
         if not first.failed and signals.count(first) == len(signals):
             return
         if any(signal.failed for signal in signals):
             self._raise_failure(signals)
+        if common_call(signals) is None:
+            step = self.step or Step(Phase.EXCHANGING)
+            raise calls_mismatch(signals, self.label, self._end_together(step, signals, detail))
         try:
-            common_call(signals, self.label)
+            refuse_half_stated(signals, self.label)
         except MismatchError:
             self.abandon_step()
             raise
         self._notice_unequal_counts(signals)
 
     def _raise_failure(self, signals: Sequence[Signal]) -> NoReturn:
-        texts = self._share_failure(self.step or Step(Phase.EXCHANGING), signals)
+        step = self.step or Step(Phase.EXCHANGING)
+        texts = self._end_together(step, signals, step.failure_text or "")
         raise step_error(self.transport.rank, signals, texts)
 
-    def _share_failure(self, step: Step, signals: Sequence[Signal]) -> list[str]:
-        """End the step on all ranks and exchange what went wrong: every rank's text."""
+    def _end_together(self, step: Step, signals: Sequence[Signal], text: str) -> list[str]:
+        """End a step that cannot count on all ranks, and exchange what went wrong: every rank's
+        text.
+        """
         transport = self.transport
         if transport.state is not TransportState.IDLE:
             if not transport.needs_signals_first and any(
@@ -565,8 +607,9 @@ class Reducer(BackwardObserver):
                 with torch.no_grad():
                     self._send_nothing(step)
             transport.complete()
-        texts = transport.all_gather_text(step.failure_text or "")
+        texts = transport.all_gather_text(text)
         self.history.note_error("\n".join(filter(None, texts)))
+        self.history.failure_agreed()
         self.abandon_step()
         return texts
 
@@ -574,11 +617,11 @@ class Reducer(BackwardObserver):
         """This rank cannot finish its step: take part in what is left of it, contributing nothing,
         and publish why.
         """
-        if isinstance(error, PacelineError):
+        self.history.step_failed()
+        if isinstance(error, PacelineError) and not isinstance(error, StepError):
             self.abandon_step()
             return
         text = failure_text(error, where)
-        self.history.step_failed()
         step = self.step
         if step is not None and self.transport.state is not TransportState.IDLE:
             step.fail(text)
@@ -590,7 +633,7 @@ class Reducer(BackwardObserver):
             step.fail(text)
             self.transport.post(Signal(Call.ANSWER, failed=True))
             signals = self.transport.signals()
-        self._share_failure(step, signals)
+        self._end_together(step, signals, text)
 
     def _complete_with_nothing(self, step: Step) -> list[Signal]:
         with torch.no_grad():
@@ -600,7 +643,7 @@ class Reducer(BackwardObserver):
         self._set_weights(step, self.transport.signals())
         return self.transport.complete()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         """If the last backward raised and the program went on, publish that now: peers wait for it.
 
         An error that nobody catches needs no help: it ends the process, and the failure channel
@@ -609,22 +652,21 @@ class Reducer(BackwardObserver):
         step = self.step
         if step is None or (step.phase is not Phase.DROPPED and current_graph_task() >= 0):
             return
-        # What is raised to the program is its own business: peers that are gone are no error here.
-        with contextlib.suppress(PacelineError):
+        try:
             self.fail(sys.exception(), "backward")
-        if self.step is step:
-            self.abandon_step()
+        finally:
+            if self.step is step:
+                self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
+        """Inputs of different leading dimensions, which may or may not be numbers of samples."""
         action = self._actions.on_unequal_counts
-        if action is None or self.history.unequal_counts_reported or not self.rule.by_samples:
+        if action is None or self.history.unequal_counts_reported or self.rule.by_ranks:
             return
-        totals = [signal.contribution.total for signal in signals]
-        with_data = {
-            signal.contribution.total for signal in signals if signal.call is not Call.ANSWER
-        }
-        if any(totals) and len(with_data) > 1 and self.history.note_unequal_counts():
-            action(totals)
+        leading = [signal.contribution.leading for signal in signals]
+        if len({size for size in leading if size}) > 1:
+            self.history.note_unequal_counts()
+            action(leading)
 
 
 def _is_finite(tensor: torch.Tensor | None) -> bool:

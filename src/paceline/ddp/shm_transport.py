@@ -183,6 +183,12 @@ class ShmTransport(Transport):
         self._next_byte = -(-end // _ALIGNMENT) * _ALIGNMENT
         return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=start)
 
+    def reallocate(self, address: int, nbytes: int, device: torch.device) -> torch.Tensor:
+        # The tensor over it is gone, the arena's memory is where it was.
+        del device
+        offset = address - self._start
+        return torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=nbytes, offset=offset)
+
     def fill_function(self) -> Fill:
         return self._fill
 

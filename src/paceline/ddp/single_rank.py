@@ -32,7 +32,7 @@ class SingleRank(BackwardObserver):
         contribution = step.count_samples(self.window)
         if step.phase is Phase.ACCUMULATING:
             return
-        (weight,) = weights_of([contribution], AverageRule(self.rule.by_samples))
+        (weight,) = weights_of([contribution], AverageRule(by_ranks=self.rule.by_ranks))
         if weight not in (0.0, 1.0):
             for managed in self.managed:
                 if managed.parameter.grad is not None:
@@ -43,8 +43,10 @@ class SingleRank(BackwardObserver):
     def fail(self, error: BaseException | None, where: str) -> None:
         """Nobody waits: this rank's error is all there is."""
         del error, where
+        self.history.step_failed()
+        self.history.failure_agreed()
         self.abandon_step()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         if self.step is not None and self.step.phase is Phase.DROPPED:
-            self.abandon_step()
+            self.fail(None, "backward")

@@ -15,7 +15,13 @@ from __future__ import annotations
 import enum
 import itertools
 
-from paceline.ddp.weighting import Contribution, SampleWindow
+from paceline.ddp.weighting import (
+    NO_SAMPLES,
+    Contribution,
+    SampleCount,
+    SampleWindow,
+    combined,
+)
 
 __all__ = ["ForwardPass", "Phase", "Step"]
 
@@ -32,11 +38,11 @@ class Phase(enum.Enum):
 
 
 class ForwardPass:
-    """One call of forward: how many samples it saw and whether its backward synchronises."""
+    """One call of forward: what it weighs and whether its backward synchronises."""
 
     __slots__ = ("__weakref__", "count", "spent", "sync", "task")
 
-    def __init__(self, count: float, sync: bool) -> None:
+    def __init__(self, count: SampleCount, sync: bool) -> None:
         self.count = count
         self.sync = sync
         self.task = -1  # the graph task in which backward last reached it
@@ -72,13 +78,18 @@ class Step:
     )
 
     def __init__(
-        self, phase: Phase, *, task: int = -1, count: float = 0.0, keeps_graph: bool = False
+        self,
+        phase: Phase,
+        *,
+        task: int = -1,
+        count: SampleCount = NO_SAMPLES,
+        keeps_graph: bool = False,
     ) -> None:
         self.number = next(_numbers)  # by which the end-of-backward callback knows its step
         self.phase = phase
         self.synchronised = phase is not Phase.ACCUMULATING
         self.task = task  # the outermost graph task
-        self.count = count  # samples of the forwards this backward has reached
+        self.count = count  # what the forwards weigh that this backward has reached
         self.keeps_graph = keeps_graph  # backward(create_graph=True): gradients have a history
         self.defers_to_end = False  # no bucket is sent before the end of backward
         self.cursor = 0  # buckets before this one have been sent
@@ -89,6 +100,11 @@ class Step:
         self.weight = 0.0  # of this rank's gradients in the sum
         self.failure_text: str | None = None
         self._counted = False
+
+    def cover(self, forward: ForwardPass) -> None:
+        """Backward has come to one more forward."""
+        forward.spend()
+        self.count = combined(self.count, forward.count)
 
     @property
     def failed(self) -> bool:

@@ -20,8 +20,9 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
     communicates.
     """
 
-    # Set by DistributedDataParallel: its average weighs ranks by samples, so their losses do too.
-    weigh_samples = False
+    # Set by DistributedDataParallel before each forward: what this rank's loss weighs in the
+    # average over ranks, up to a factor that all ranks share.
+    loss_weight = 1.0
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - torch's name
         self._check_input_dim(input)
@@ -40,7 +41,7 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
                 self.eps,
             )
         result: tuple[torch.Tensor, ...] = _GlobalNorm.apply(  # type: ignore[no-untyped-call] # torch's
-            input, self.weight, self.bias, self.eps, group, self.weigh_samples
+            input, self.weight, self.bias, self.eps, group, self.loss_weight
         )
         output, mean, variance, count = result
         self._update_statistics(mean, variance, float(count))
@@ -97,7 +98,7 @@ class _GlobalNorm(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: Any,
-        weigh_samples: bool,
+        loss_weight: float,
     ) -> tuple[torch.Tensor, ...]:
         mean, variance, count = _global_statistics(data, group)
         inverse = torch.rsqrt(variance + eps)
@@ -109,8 +110,7 @@ class _GlobalNorm(torch.autograd.Function):
             output = output + _spread(bias, data)
         ctx.save_for_backward(normed, inverse, weight)
         ctx.group, ctx.count, ctx.has_bias = group, count, bias is not None
-        # What this rank's loss weighs in the whole, up to a factor all ranks share.
-        ctx.share = max(data.numel() // data.shape[1], 1) if weigh_samples else 1
+        ctx.loss_weight = loss_weight
         tensors = output.to(data.dtype), mean, variance, torch.tensor(count)
         ctx.mark_non_differentiable(*tensors[1:])
         return tensors
@@ -124,9 +124,13 @@ class _GlobalNorm(torch.autograd.Function):
         along = (grad * normed).sum(others)
         grad_data = None
         if ctx.needs_input_grad[0]:
-            both = torch.stack([total, along]) * ctx.share
+            # The gradient of the whole is the sum of every rank's part times its weight; divided by
+            # its own weight it is what the average over ranks will multiply by that weight again. A
+            # rank that weighs nothing may compute anything: its gradient is not used.
+            both = torch.stack([total, along])
+            both = both * ctx.loss_weight if ctx.loss_weight else torch.zeros_like(both)
             dist.all_reduce(both, group=ctx.group)
-            mean_total, mean_along = both / (ctx.count * ctx.share)
+            mean_total, mean_along = both / (ctx.count * (ctx.loss_weight or 1.0))
             centred = grad - _spread(mean_total, grad) - normed * _spread(mean_along, grad)
             factor = inverse if weight is None else inverse * weight
             grad_data = centred * _spread(factor, grad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -305,12 +304,8 @@ class DataParallel(nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Accepts the module's own names, and those with the prefix `module.` of `state_dict`."""
-        tensors = itertools.chain(
-            self.named_parameters(remove_duplicate=False),
-            self.named_buffers(remove_duplicate=False),
-        )
-        aligned = align_names(state_dict, [name for name, _ in tensors])
-        return super().load_state_dict(aligned, *args, **kwargs)
+        own = [f"module.{name}" for name in self.module.state_dict()]
+        return super().load_state_dict(align_names(state_dict, own), *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
