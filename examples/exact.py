@@ -1,10 +1,10 @@
 """Trains a small convolutional network on scikit-learn's digits, to the same bytes at any number of
 ranks.
 
-    python examples/exact.py                                        # one process
-    paceline run -n 2 examples/exact.py                             # two ranks: the same hash
-    paceline run -n 3 examples/exact.py --epochs 2 --save exact.pt  # stop after two epochs
-    python examples/exact.py --resume exact.pt                      # go on alone: the same hash
+    python examples/exact.py                                       # one process
+    paceline run -n 2 examples/exact.py                            # two ranks: the same hash
+    paceline run -n 3 examples/exact.py --checkpoint build/exact   # stop it at any moment ...
+    python examples/exact.py --checkpoint build/exact              # ... and go on alone: the same
 """
 
 from __future__ import annotations
@@ -52,8 +52,7 @@ def main() -> None:
     )
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--shards", type=int, default=8)
-    parser.add_argument("--save", help="write the training there after the last epoch")
-    parser.add_argument("--resume", help="go on from such a file")
+    parser.add_argument("--checkpoint", help="directory of checkpoints, one every 10 steps")
     options = parser.parse_args()
 
     paceline.init_process_group()
@@ -61,9 +60,14 @@ def main() -> None:
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     loader = paceline.DataLoader(digits(), batch_size=128, shuffle=True)
-    training = paceline.Training(model, optimizer, loader, shards=options.shards)
-    if options.resume:
-        training.load(options.resume)
+    training = paceline.Training(
+        model,
+        optimizer,
+        loader,
+        shards=options.shards,
+        checkpoint=options.checkpoint,
+        save_every=10 if options.checkpoint else None,
+    )
     for epoch in training.epochs(options.epochs):
         for batch in training.batches():
             for x, y in batch.shards():
@@ -74,8 +78,6 @@ def main() -> None:
             optimizer.zero_grad()
         if paceline.is_main():
             print(f"epoch {epoch}: loss of the last batch {batch.metrics['loss']!r}")
-    if options.save:
-        training.save(options.save)
     if paceline.is_main():
         print(f"{paceline.world_size()} ranks, {training.step} steps, SHA-256 {sha256(model)}")
     paceline.destroy_process_group()

@@ -35,6 +35,7 @@ typedef enum {
     PLC_PENDING = 8,   /* not finished yet */
     PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
     PLC_NESTED = 10,   /* called by a signal handler within a call on the same communicator */
+    PLC_DIVERGED = 11, /* ranks wait for each other in different places; see plc_comm_calls */
 } plc_status;
 
 typedef enum {
@@ -53,7 +54,9 @@ typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
     PLC_KINDS,
-    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ */
+    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ, or a
+                             * wait in one: sequence is the bucket, label the number of its arena */
+    PLC_ELSEWHERE,          /* no wait in this communicator */
 } plc_kind;
 
 typedef struct plc_comm plc_comm;

@@ -54,9 +54,11 @@ __all__ = [
     "TCPStore",
     "Work",
     "cpp_reference_count",
+    "autograd_context",
     "backend_plugin",
     "apply_optimizer_hook",
     "cast_inputs",
+    "context_gradients",
     "compiler_of_frames",
     "current_graph_task",
     "default_store",
@@ -70,6 +72,7 @@ __all__ = [
     "foreach_div_",
     "foreach_mul_",
     "hidden_worker_info",
+    "in_distributed_backward",
     "implementation_of",
     "is_profiling",
     "keeps_graph",
@@ -111,6 +114,49 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     this one (torch/csrc/autograd/python_engine.cpp).
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+try:
+    from torch._C._distributed_rpc import _is_current_rpc_agent_set
+except ImportError:  # a build of torch without RPC
+
+    def _is_current_rpc_agent_set() -> bool:
+        return False
+
+
+def autograd_context() -> int | None:
+    """The context of torch.distributed.autograd that this thread is in, by its number.
+
+    Torch has no public name for it (torch/csrc/distributed/autograd/init.cpp). Asking is slow
+    outside of a context, but only a program that uses RPC can be in one.
+    """
+    if not _is_current_rpc_agent_set():
+        return None
+    try:
+        number: int = torch._C._distributed_autograd._current_context()._context_id()
+    except RuntimeError:
+        return None
+    return number
+
+
+def context_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """What a context has gathered: the tensors themselves, so that writing them changes it."""
+    import torch.distributed.autograd
+
+    gradients: dict[torch.Tensor, torch.Tensor]
+    gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # from C++
+    return gradients
+
+
+def in_distributed_backward() -> bool:
+    """Whether a backward of torch.distributed.autograd is running in this process.
+
+    Torch counts them for its own tests (torch/csrc/distributed/autograd/init.cpp).
+    """
+    if not _is_current_rpc_agent_set():
+        return False
+    info = torch._C._distributed_autograd._get_debug_info()
+    return int(info["num_current_backward_passes"]) > 0
 
 
 def preserve_version(

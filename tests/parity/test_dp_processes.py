@@ -139,6 +139,35 @@ def test_a_loss_per_replica_becomes_the_exact_mean(wrap):
     gradients_agree(model.module, bare)
 
 
+class GraphLoss(nn.Module):
+    """The mean over graphs, each of two nodes; or the sum and the number of graphs."""
+
+    def __init__(self, divides=True):
+        super().__init__()
+        self.net, self.divides = mlp(), divides
+
+    def forward(self, nodes, targets):
+        found = self.net(nodes).view(len(targets), 2, 3).sum(1)
+        total = (found - targets).pow(2).sum()
+        count = torch.tensor(float(len(targets)), dtype=torch.float64)
+        return total / count if self.divides else (total, count)
+
+
+def test_losses_of_replicas_are_averaged_equally_where_counts_are_not_known(wrap):
+    bare = GraphLoss()
+    model = wrap(copy.deepcopy(bare))
+    nodes, targets = torch.randn(10, 6, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    halves = (bare(nodes[:6], targets[:3]), bare(nodes[6:], targets[3:]))
+    with pytest.warns(UserWarning, match=r"3 and 2 rows .* inputs have 5, 10 rows") as caught:
+        loss = model(targets=targets, nodes=nodes)
+    assert caught[0].filename == __file__
+    close(loss, sum(halves) / 2)
+    close(model(targets=targets, nodes=nodes), loss)  # and says it once
+    total, count = wrap(GraphLoss(divides=False), scalars="sum")(targets=targets, nodes=nodes)
+    (total / count).backward()
+    close(total / count, bare(nodes, targets))
+
+
 def test_scalars_can_be_summed_or_stacked(wrap):
     x, y = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     bare = LossInside()

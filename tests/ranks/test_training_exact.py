@@ -105,6 +105,39 @@ def test_a_run_goes_on_in_mid_epoch_on_another_number_of_ranks(before, after, al
         assert found == alone
 
 
+def checkpointed(rank, world, backend, path, steps):
+    init_group(backend)
+    parts = make("transformer", checkpoint=path, save_every=1)
+    run("transformer", *parts, steps)
+    parts[2].save(f"{path}/same.pt")  # all ranks wait for one another, and for the file before
+    return parts[2].step
+
+
+def test_checkpoints_are_found_by_any_number_of_ranks(tmp_path):
+    path = str(tmp_path)
+    assert run_ranks(2, checkpointed, "paceline", path, 3) == [3, 3]
+    # The body of the third batch was left before its end.
+    assert {p.name for p in tmp_path.iterdir()} == {
+        "same.pt",
+        "step-000000001.pt",
+        "step-000000002.pt",
+    }
+    assert run_ranks(3, checkpointed, "gloo", path, 5) == [5, 5, 5]
+    run_ranks(1, alone_until, f"{path}/alone.pt", 5)
+    saved, expected = (torch.load(f"{path}/{name}.pt")["state"] for name in ("same", "alone"))
+    assert digest_of_state(saved) == digest_of_state(expected)
+
+
+def alone_until(rank, world, path, steps):
+    parts = make("transformer")
+    run("transformer", *parts, steps)
+    parts[2].save(path)
+
+
+def digest_of_state(state):
+    return digest(nn.Module(), [], [state])
+
+
 # --- each rule is needed ----------------------------------------------------------------------
 
 

@@ -31,6 +31,13 @@ def test_the_graph_task_is_known_inside_a_backward_only():
     assert [keeps for _, keeps in inside] == [True, False]
 
 
+def test_without_rpc_there_is_no_context_of_distributed_autograd():
+    """With RPC: tests/ranks/test_ddp_torch_compat.py."""
+    assert internals.autograd_context() is None
+    assert not internals.in_distributed_backward()
+    assert callable(torch.distributed.autograd.get_gradients)
+
+
 def test_the_end_of_backward_is_called_after_all_gradients():
     x = torch.ones(2, requires_grad=True)
     y = x * 2

@@ -154,6 +154,8 @@ def read_archive(path: str, map_location: MAP_LOCATION) -> dict[str, Any]:
         except Exception as error:
             if found := damage.result():
                 raise ConfigError(found) from error
+            if isinstance(error, OSError | MemoryError):
+                raise
             raise _unreadable(path, error) from error
         if found := damage.result():
             raise ConfigError(found)
@@ -235,10 +237,8 @@ def _is_checkpoint(loaded: object) -> bool:
     )
 
 
-def _unreadable(path: str, error: Exception) -> Exception:
+def _unreadable(path: str, error: Exception) -> ConfigError:
     """The error to raise for one of torch's."""
-    if isinstance(error, OSError | MemoryError):
-        return error
     if isinstance(error, pickle.UnpicklingError):
         named = re.search(r"GLOBAL (\S+)", str(error))
         return ConfigError(

@@ -44,12 +44,11 @@ _LIBRARY = _HERE / "libpaceline_core.so"
 class Status:
     """`plc_status`."""
 
-    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
-        range(11)
-    )
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID = range(7)
+    SYSTEM, PENDING, SIZE, NESTED, DIVERGED = range(7, 12)
     NAMES = (
         *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
-        *("PENDING", "SIZE", "NESTED"),
+        *("PENDING", "SIZE", "NESTED", "DIVERGED"),
     )
 
 
@@ -67,7 +66,8 @@ class Kind:
         REDUCE_SCATTER,
         ALLTOALL,
         BUCKET,
-    ) = range(10)
+        ELSEWHERE,
+    ) = range(11)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -79,6 +79,7 @@ class Kind:
         "reduce_scatter",
         "all_to_all",
         "bucket",
+        "no call",
     )
 
 

@@ -424,7 +424,13 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         every = self._config.drift_interval(has_comm_hook=self._hook_spec is not None)
         if not every or transport is None:
             return None
-        return DriftCheck(transport, [(entry.name, entry.parameter) for entry in managed], every)
+        names = {entry.name for entry in managed}
+        module = self.module
+
+        def weights() -> list[tuple[str, torch.Tensor]]:
+            return [named for named in module.named_parameters() if named[0] in names]
+
+        return DriftCheck(transport, weights, every)
 
     def _rebuild_delayed(self) -> None:
         if self._delayed is not None:

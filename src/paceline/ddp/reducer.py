@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from paceline._torch_internals import current_graph_task
+from paceline._torch_internals import current_graph_task, in_distributed_backward
 from paceline.ddp.backward_observer import BackwardObserver, StepActions
 from paceline.ddp.bucket_layout import BucketLayout
 from paceline.ddp.bucket_telemetry import BucketTelemetry
@@ -45,7 +45,7 @@ from paceline.ddp.signals import (
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError, StepError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -54,7 +54,7 @@ __all__ = ["Reducer"]
 
 _OTHER = int(TrainingPhase.OTHER)
 _SYNCS = int(Field.SYNCS)
-_NON_FINITE_SHOWN = 10
+_NAMES_SHOWN = 10
 
 
 class Reducer(BackwardObserver):
@@ -378,7 +378,7 @@ class Reducer(BackwardObserver):
             for index, parameter in zip(bucket.members, bucket.parameters, strict=True)
             if not _is_finite(parameter.grad)
         ]
-        return f"non-finite gradient of {', '.join(names[:_NON_FINITE_SHOWN])}\n"
+        return f"non-finite gradient of {', '.join(names[:_NAMES_SHOWN])}\n"
 
     # ------------------------------------------------------------------- end of backward
 
@@ -386,6 +386,12 @@ class Reducer(BackwardObserver):
         if not self._anything_arrived(step):
             # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was
             # touched.
+            if step.context_gradients is None and in_distributed_backward():
+                raise ConfigError(
+                    f"forward of {self.label} ran outside of the context in which its backward "
+                    "runs, so its gradients cannot be found and averaged. Call it inside `with "
+                    "torch.distributed.autograd.context() as context_id:`, too."
+                )
             return
         if step.phase is Phase.ACCUMULATING:
             step.count_samples(self.window)
@@ -397,6 +403,27 @@ class Reducer(BackwardObserver):
         with torch.no_grad():
             self._synchronise(step)
         self.history.note_sync(time.perf_counter() - start)
+
+    def _finish_in_context(self, step: Step, arrived: dict[int, torch.Tensor]) -> None:
+        self.hooks.arrived[:] = list(arrived)
+        for bucket in self._layout.buckets:
+            bucket.fired[:] = [i for i, index in enumerate(bucket.members) if index in arrived]
+        super()._finish_in_context(step, arrived)
+        counts = self.history.used_counts
+        if step.synchronised and counts is not None:
+            self._refuse_partial_use(counts)
+
+    def _refuse_partial_use(self, counts: torch.Tensor) -> None:
+        """A context takes gradients from autograd only: where a parameter has none, the average
+        cannot be put. All ranks have the same counts, so all raise.
+        """
+        partly = ((counts > 0) & (counts < self.transport.world)).nonzero().flatten().tolist()
+        if partly:
+            names = ", ".join(self.managed[index].name for index in partly[:_NAMES_SHOWN])
+            raise MismatchError(
+                f"{names}: used on some ranks only. Where gradients are in a context of "
+                "torch.distributed.autograd, every rank has to use the same parameters."
+            )
 
     def _anything_arrived(self, step: Step) -> bool:
         if self.hooks.hooks_every_parameter or step.cursor:

@@ -17,7 +17,9 @@ from paceline._state_dict import align_names
 from paceline._torch_internals import compiler_of_frames, not_compiled
 from paceline.core import native_status
 from paceline.dp.autotune import Autotune
+from paceline.dp.gather import ScalarGather
 from paceline.dp.process_executor import ProcessExecutor
+from paceline.dp.replica_scope import is_inside_replica
 from paceline.dp.scatter import Splitter
 from paceline.dp.thread_executor import ThreadExecutor
 from paceline.errors import ConfigError
@@ -57,7 +59,7 @@ class DataParallel(nn.Module):
 
     `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
     `(object, [(start, stop), ...]) -> parts`. `scalars` is how losses that `forward` returns are
-    combined: "mean" (by samples, so that it is the mean over the batch), "sum" or "stack".
+    combined: "mean" (weighted by samples where their number is known), "sum" or "stack".
     `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
     of each replica's share. `timeout` in seconds is how long to wait for a worker that runs but
     does not answer.
@@ -90,6 +92,7 @@ class DataParallel(nn.Module):
         self._options = _Options(
             device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
         )
+        self._scalars = ScalarGather(scalars)
         self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
         self._autotune = (
             Autotune()
@@ -112,11 +115,15 @@ class DataParallel(nn.Module):
                 "this DataParallel was closed; use the module itself, `model.module`, or wrap "
                 "it again"
             )
-        if self._executor is None:
+        if self._executor is None or is_inside_replica():
             return self._run_whole(inputs, kwargs)
         if self._autotune is not None:
-            return self._run_and_time(self._executor, self._autotune, inputs, kwargs)
-        return self._executor.run(inputs, kwargs)
+            outputs = self._run_and_time(self._executor, self._autotune, inputs, kwargs)
+        else:
+            outputs = self._executor.run(inputs, kwargs)
+        if (note := self._scalars.take_note()) is not None:
+            warnings.warn(note, stacklevel=5)
+        return outputs
 
     @not_compiled(_NOT_COMPILED)
     def _report_compiler(self) -> None:
@@ -174,7 +181,7 @@ class DataParallel(nn.Module):
                     "paceline.DistributedDataParallel with torch.nn.SyncBatchNorm"
                 )
             return ThreadExecutor(
-                self.module, devices, output, self.dim, options.scalars, options.split
+                self.module, devices, output, self.dim, self._scalars, options.split
             )
         cores = len(os.sched_getaffinity(0))
         requested = None if options.workers == "auto" else options.workers
@@ -190,7 +197,7 @@ class DataParallel(nn.Module):
             count,
             options.threads,
             self.dim,
-            options.scalars,
+            self._scalars,
             options.split,
             options.timeout,
             global_batch_norm=options.batch_norm == "global",

@@ -78,6 +78,11 @@ class WorkerHandle:
                 "to the previous request was received"
             )
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was sent an order whose answer has not been received."""
+        return self._is_busy
+
     def has_answered(self) -> bool:
         """Whether `receive` would return, or raise, at once: it answered, or ended."""
         return self._is_busy and self._answers.is_due(self.pidfd)

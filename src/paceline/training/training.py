@@ -20,7 +20,7 @@ import contextlib
 import hashlib
 import os
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError
 from paceline.rank_env import current_rank_and_world
+from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
+from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
 from paceline.training.global_batch import GlobalBatch
 from paceline.training.group_exchange import Exchange, GroupExchange, SingleRank
@@ -49,7 +51,7 @@ from paceline.training.model_checks import (
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
-from paceline.training.shard_plan import ShardPlan, deal
+from paceline.training.shard_plan import Shard, ShardPlan, deal
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.tensor_message import decode, encode
 
@@ -77,6 +79,12 @@ class Training:
         threads: of torch, while it trains; bits depend on it.
         state: further objects to save and load, by name: schedulers, a GradScaler, an average of
             the weights, anything with `state_dict` and `load_state_dict`.
+        checkpoint: a directory. Training goes on from the newest whole checkpoint in it, if there
+            is one, and writes new ones: every `save_every`, when a signal asks for it
+            (`paceline.save_requested`), and at the end of `epochs()`. All ranks read it; rank 0
+            writes, in the background. SIGTERM saves and ends the loops.
+        save_every: a number of steps, or a `datetime.timedelta`.
+        keep: how many checkpoints are kept.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -95,6 +103,9 @@ class Training:
         seed: int = 0,
         threads: int = 1,
         state: Mapping[str, Any] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        save_every: SaveEvery = None,
+        keep: int = 3,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -120,6 +131,11 @@ class Training:
         self._make_ranks_agree()
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
+        self._stopping = False
+        self._saves = self._automatic_saves(checkpoint, save_every, keep)
+        if self._saves is not None:
+            self._saves.resume(self.load_state_dict)
+            self._saves.skip(self._place)
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -138,18 +154,25 @@ class Training:
         """What else the bits depend on: the machine, torch, its settings."""
         return take_fingerprint()
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal (SIGTERM) has ended the loops, after a checkpoint was written."""
+        return self._stopping
+
     def epochs(self, count: int) -> Iterator[int]:
         """The numbers of the epochs up to `count`, from the one that training has reached."""
-        while True:
+        while not self._stopping:
             if self._epoch_done:
                 self._begin_next_epoch()
             if self._epoch >= count:
-                return
+                break
             epoch = self._epoch
             yield epoch
             # A loop over its batches that was left early does not come back to them.
-            if self._epoch == epoch:
+            if self._epoch == epoch and not self._stopping:
                 self._epoch_done = True
+        if self._saves is not None and not self._stopping:
+            self._saves.finish(self._step, self._place, self.state_dict)
 
     def batches(self) -> Iterator[GlobalBatch]:
         """The global batches of the epoch, from the one that training has reached.
@@ -179,7 +202,7 @@ class Training:
                     number=number,
                     step=step,
                     plan=plan,
-                    own=deal(plan.shards, self._exchange.size)[self._exchange.rank],
+                    own=self._own_shards(number),
                     inputs=inputs,
                     setting=setting,
                     seeds=lambda pass_number, step=step: ShardSeeds(  # type: ignore[misc]
@@ -189,7 +212,9 @@ class Training:
                 )
                 yield self._batch
                 self._batch.close()
-            self._batch = None
+                self._batch = None
+                if self._save_if_due():
+                    return
             self._epoch_done = True
 
     def _leave_batches(self) -> None:
@@ -212,6 +237,17 @@ class Training:
             generators.restore()
             self._leave_batches()
 
+    def _save_if_due(self) -> bool:
+        """Between two batches; True if training is to stop."""
+        if self._saves is not None:
+            self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
+        return self._stopping
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        done = self._epoch_done
+        return self._step, self._epoch + done, 0 if done else self._batches_done
+
     def _begin_next_epoch(self) -> None:
         self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
         self._sampler.position.seek(self._epoch, 0)
@@ -227,12 +263,17 @@ class Training:
             self._sampler.position.seek(self._epoch, self._batches_done)
 
     def _ranges(self) -> Iterator[BatchRange]:
-        """What this rank loads in the rest of the epoch."""
-        epoch = self._epoch
-        for number in range(self._batches_done, len(self._sampler)):
-            plan = self._plan.cut(self._sampler.share(number).size)
-            for shard in deal(plan.shards, self._exchange.size)[self._exchange.rank]:
-                yield BatchRange(epoch, number, shard.start, shard.stop)
+        """What this rank loads in the rest of the epoch, seen from now."""
+        epoch, numbers = self._epoch, range(self._batches_done, len(self._sampler))
+        return (
+            BatchRange(epoch, number, shard.start, shard.stop)
+            for number in numbers
+            for shard in self._own_shards(number)
+        )
+
+    def _own_shards(self, number: int) -> Sequence[Shard]:
+        plan = self._plan.cut(self._sampler.share(number).size)
+        return deal(plan.shards, self._exchange.size)[self._exchange.rank]
 
     def _before_optimizer_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
@@ -259,14 +300,14 @@ class Training:
             StepError: this is inside the loop over `batch.shards()`.
         """
         self._check_not_in_shards("training.state_dict() was called")
-        done = self._epoch_done
+        step, epoch, batch = self._place
         model = self.model.state_dict()
         return {
             "version": _VERSION,
             **self._identity,
             "fingerprint": self.fingerprint,
-            "step": self._step,
-            "loader": self._sampler.state_at(self._epoch + done, 0 if done else self._batches_done),
+            "step": step,
+            "loader": self._sampler.state_at(epoch, batch),
             "model": model,
             "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
             "state": {name: each.state_dict() for name, each in self._state.items()},
@@ -302,11 +343,11 @@ class Training:
                 "go on with the batches of before: load before the loops"
             )
         self._check_saved(state, self.strict if strict is None else strict)
+        self._sampler.load_state_dict(state["loader"])
         self.model.load_state_dict(state["model"])
         for kind, objects in (("optimizers", self._optimizers), ("state", self._state)):
             for name, each in objects.items():
                 each.load_state_dict(state[kind][name])
-        self._sampler.load_state_dict(state["loader"])
         self._epoch, self._batches_done = self._sampler.position.epoch, self._sampler.position.batch
         self._step, self._counted_step, self._epoch_done = state["step"], -1, False
         self._load_extras(state)
@@ -364,6 +405,17 @@ class Training:
         found = differences(state["fingerprint"], self.fingerprint)
         _report_differences("the state was saved elsewhere", found, strict)
 
+    def _automatic_saves(
+        self, directory: str | os.PathLike[str] | None, save_every: SaveEvery, keep: int
+    ) -> AutomaticSaves | None:
+        if directory is None:
+            if save_every is not None:
+                raise ConfigError(
+                    f"save_every={save_every!r} needs checkpoint=, the directory to save to"
+                )
+            return None
+        return AutomaticSaves(CheckpointDirectory(directory, keep), save_every, self._exchange)
+
     # --- at the start -----------------------------------------------------------------------------
 
     def _make_ranks_agree(self) -> None:
@@ -408,6 +460,9 @@ class _Loading:
 
     def __init__(self, training: Training, strict: bool | None) -> None:
         self._training, self._strict = training, strict
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._training.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._training.load_state_dict(state, self._strict)
