@@ -52,7 +52,7 @@ def test_a_file_or_link_in_place_of_the_directory_is_refused(own, tmp_path):
     elsewhere.mkdir()
     own.symlink_to(elsewhere)
     for rank in (0, 1):
-        with pytest.raises(ConfigError, match=r"is not a directory\. Remove it, or set TMPDIR"):
+        with pytest.raises(ConfigError, match=r"is not a directory\. Set TMPDIR .*, or remove it"):
             store.open_store(_env(rank), {}, 10.0)
     assert list(elsewhere.iterdir()) == []
     own.unlink()
@@ -65,6 +65,12 @@ def test_a_directory_of_another_user_is_refused(monkeypatch):
     user = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: user + 1)
     with pytest.raises(ConfigError, match=f"directory of user {user + 1} alone but belongs to"):
+        store.open_store(_env(0), {}, 10.0)
+
+
+def test_a_temporary_directory_that_cannot_be_used(monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", "/dev/null")
+    with pytest.raises(ConfigError, match=r"cannot be made: Not a directory\. Set TMPDIR"):
         store.open_store(_env(0), {}, 10.0)
 
 

@@ -43,6 +43,7 @@ _LAUNCHERS = (
 )
 
 _LARGEST_PORT_FILE_BYTES = 4096
+_OTHER_WAYS = "Set TMPDIR to a directory of your own, or set MASTER_ADDR and MASTER_PORT"
 
 # Stores served at an address given to us, kept until the process ends: ranks that leave a group and
 # join again at once would otherwise meet at the old server just before it closes.
@@ -203,9 +204,15 @@ def _own_directory() -> pathlib.Path:
     """
     user = os.geteuid()
     path = pathlib.Path(tempfile.gettempdir(), f"paceline-{user}")
-    with contextlib.suppress(FileExistsError):
-        path.mkdir(mode=0o700)
-    found = path.lstat()
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"ranks of this host meet through a file in {path}, which cannot be made: "
+            f"{error.strerror}. {_OTHER_WAYS}"
+        ) from error
     if not stat.S_ISDIR(found.st_mode):
         problem = "is not a directory"
     elif found.st_uid != user:
@@ -216,8 +223,7 @@ def _own_directory() -> pathlib.Path:
         return path
     raise ConfigError(
         f"ranks of this host meet through a file in {path}, which should be a directory of user "
-        f"{user} alone but {problem}. Remove it, or set TMPDIR to a directory of your own, or set "
-        "MASTER_ADDR and MASTER_PORT"
+        f"{user} alone but {problem}. {_OTHER_WAYS}, or remove it"
     )
 
 
