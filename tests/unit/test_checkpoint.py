@@ -425,7 +425,7 @@ def test_what_cannot_be_put_back_comes_last_and_is_named(tmp_path):
     with pytest.raises(KeyError, match="too late") as caught:
         paceline.load(tmp_path / "x.pt", a=opaque, b=Sampler())
     assert opaque.position == 3
-    assert any("a could not be put back" in note for note in caught.value.__notes__)
+    assert any("a may have been changed" in note for note in caught.value.__notes__)
 
 
 def _set_and_fail(self, state):

@@ -56,17 +56,19 @@ class Restoration:
 
     def undo(self, error: BaseException) -> None:
         """Put back what was loaded, and note in `error` what could not be."""
-        kept = []
+        problems = []
         for name, put_back in reversed(self._undo.items()):
+            if put_back is None:
+                problems.append(f"{name} may have been changed: it has no state_dict() to copy")
+                continue
             try:
-                if put_back is None:
-                    raise ConfigError("it has no state_dict() that can be copied")
                 put_back()
             except Exception as problem:
-                kept.append(name)
-                error.add_note(f"{name} could not be put back: {problem}")
-        if self._undo and not kept:
-            error.add_note("nothing was loaded: every object holds what it held before")
+                problems.append(f"{name} could not be put back: {problem}")
+        if self._undo and not problems:
+            problems = ["nothing was loaded: every object holds what it held before"]
+        for note in problems:
+            error.add_note(note)
         self._undo.clear()
 
 
