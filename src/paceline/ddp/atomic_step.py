@@ -10,6 +10,7 @@ import torch
 from paceline.ddp.config import Policy
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.single_rank import SingleRank
+from paceline.ddp.step_partners import StepPartners
 from paceline.errors import StepError
 
 __all__ = ["StepGuard"]
@@ -27,8 +28,10 @@ class StepGuard:
         model: torch.nn.Module,
         reducer: Callable[[], Reducer | SingleRank],
         policy: Policy,
+        partners: StepPartners,
     ) -> None:
         self._model, self._reducer, self._policy = model, reducer, policy
+        self._partners = partners
         self._history = reducer().history
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -61,6 +64,8 @@ class StepGuard:
         self.error = error
         if self._history.failures == self._failures and not isinstance(error, StepError):
             # Raised outside forward, or by backward: the peers do not know yet.
+            if self._history.steps > self._steps:
+                self._partners.step_failed()
             reducer.fail(error, "the step")
             if self._history.steps > self._steps:
                 error.add_note(

@@ -29,6 +29,7 @@ from paceline._torch_internals import (
     remove_optimizer_hooks,
 )
 from paceline.backend import PacelineGroup
+from paceline.core import Communicator
 from paceline.data.received_batches import weight_of_input
 from paceline.ddp.atomic_step import StepGuard
 from paceline.ddp.backward_observer import StepActions
@@ -54,6 +55,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.single_rank import SingleRank
+from paceline.ddp.step_partners import StepPartners, register_model
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.torch_compat import TorchCompat
 from paceline.ddp.transport import Transport
@@ -81,7 +83,7 @@ _TAKEN_FOR_SAMPLES = (
     'another weight with `with model.count(n):`, or average ranks equally with average="ranks".'
 )
 # What cannot be pickled, and is made anew from what can.
-_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history")
+_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history", "step_partners")
 
 
 class _Active:
@@ -189,8 +191,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if static_graph:
             self._set_static_graph()
         self._history = StepHistory()
+        self.step_partners = StepPartners()
         self._delayed: DelayedParameters | None = None
         self._rebuild()
+        register_model(self)
 
     # ------------------------------------------------------------------- construction
 
@@ -423,6 +427,20 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             named = [(managed.name, managed.parameter) for managed in self._managed_parameters()]
             check_same_model(self.reducer.transport, describe(named, ()))
         self._rebuild()
+
+    @property
+    def shared_memory(self) -> Communicator | None:
+        """What joins the ranks, if they are all on one host and their gradients, as those of this
+        model's parameters, are averaged in shared memory; None if not.
+        """
+        reducer = self.reducer
+        if (
+            isinstance(reducer, Reducer)
+            and isinstance(reducer.transport, ShmTransport)
+            and self._low_precision is None
+        ):
+            return reducer.transport.comm
+        return None
 
     @property
     def compares_replicas_every(self) -> int:
@@ -701,7 +719,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         on_error="raise": every rank raises. "skip": every rank goes on after the block, weights,
         gradients and buffers as they were before it.
         """
-        return StepGuard(self, lambda: self.reducer, on_error or self._config.on_error)
+        return StepGuard(
+            self, lambda: self.reducer, on_error or self._config.on_error, self.step_partners
+        )
 
     # ------------------------------------------------------------------- no_sync, join
 
@@ -844,8 +864,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = _default_group()
         self._history = StepHistory()
+        self.step_partners = StepPartners()
         self._delayed = None
         self._rebuild()
+        register_model(self)
 
 
 class GradientSnapshot:

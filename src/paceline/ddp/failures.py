@@ -24,6 +24,7 @@ class StepHistory:
     """
 
     __slots__ = (
+        "absent",
         "failures",
         "last_error",
         "last_sync_seconds",
@@ -34,6 +35,7 @@ class StepHistory:
 
     def __init__(self) -> None:
         self.steps = 0  # that were averaged
+        self.absent: tuple[int, ...] = ()  # ranks that had no data in the last step
         self.failures = 0  # steps this rank has reported as failed
         self.last_error = ""
         # What the last backward spent on synchronising after its own work was done.
@@ -44,6 +46,9 @@ class StepHistory:
 
     def step_averaged(self) -> None:
         self.steps += 1
+
+    def note_absent(self, ranks: tuple[int, ...]) -> None:
+        self.absent = ranks
 
     def step_failed(self) -> None:
         self.failures += 1
