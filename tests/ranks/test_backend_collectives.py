@@ -10,10 +10,13 @@ separately.
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 from tests.harness import init_group, run_ranks
 
@@ -438,3 +441,21 @@ def test_messages_do_not_hinder_collectives():
         dist.destroy_process_group()
 
     run_ranks(2, check)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+def drop_what_was_sent(rank, world):
+    import torch.distributed as dist
+
+    init_group("paceline")
+    large = torch.ones(1_000_000)
+    storage = weakref.ref(large.untyped_storage())
+    dist.broadcast(large, 0)
+    dist.all_reduce(large, async_op=True).wait()
+    del large
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_finished_call_keeps_no_tensors():
+    run_ranks(2, drop_what_was_sent)

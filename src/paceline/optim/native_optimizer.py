@@ -51,6 +51,8 @@ class NativeOptimizer(torch.optim.Optimizer):
     stock: ClassVar[type[torch.optim.Optimizer]]
     # New state is written by the first step, not read.
     starts_from_gradient: ClassVar[bool] = False
+    # New state is zeros, or written before it is read.
+    starts_empty: ClassVar[bool] = True
     # For GradScaler: the step divides gradients by the scale, and does nothing if one is not
     # finite.
     _step_supports_amp_scaling = True
@@ -184,14 +186,22 @@ class NativeOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         is_new = any(state.get(name) is None for name in names)
         if not state or (is_new and self.starts_from_gradient):
-            state.update(self.new_state(parameter, group))
-            if self._shared is not None and parameter in self._shared:
-                self._shared.adopt_state(parameter, state)
+            state.update(self._made_state(parameter, group))
         arrays = tuple(state[name] for name in names)
         entry = TableEntry(
             parameter, state, arrays, state.get("step"), is_new and self.starts_from_gradient
         )
         return entry if entry.is_uniform() else None
+
+    def _made_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        shared = self._shared
+        if shared is None or not shared.has_room(parameter, self.state_names(group)):
+            return self.new_state(parameter, group)
+        # Not in this rank's memory first.
+        like = torch.empty_like(parameter, device="meta") if self.starts_empty else parameter
+        state = self.new_state(like, group)
+        shared.adopt_state(parameter, state)
+        return state
 
     # ----------------------------------------------------------------------------- ranks of a host
 

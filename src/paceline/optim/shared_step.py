@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline._malloc import return_freed_memory
 from paceline.core.meeting import Meeting, meeting_bytes
 from paceline.core.shared_memory import open_shared_memory, sums_over
 from paceline.ddp import DistributedDataParallel
@@ -75,10 +76,14 @@ class _Slot:
     counter: torch.Tensor
 
     def adopt_state(self, state: _State) -> None:
-        """Move the state into its place."""
+        """Move the state into its place. What has no memory yet becomes zeros."""
         for name, view in zip(self.state_names, self.state_views, strict=True):
-            if state.get(name) is not None and state[name] is not view:
-                view.copy_(state[name])
+            value = state.get(name)
+            if value is not None and value is not view:
+                if value.is_meta:
+                    view.zero_()
+                else:
+                    view.copy_(value)
                 state[name] = view
         self.adopt_counter(state)
 
@@ -201,14 +206,22 @@ class SharedStep:
             for slot in self._slots.values():
                 slot.point_to_shared(states.get(slot.parameter, {}))
             self._counters.copy_(self._shared_counters)
+        return_freed_memory()  # of the parameters' former places
 
     # ----------------------------------------------------------------------------- what is where
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._slots
 
+    def has_room(self, parameter: torch.Tensor, names: tuple[str, ...]) -> bool:
+        """Whether there is a place for this state. If not, all ranks share anew."""
+        slot = self._slots.get(id(parameter))
+        return slot is not None and slot.state_names == names
+
     def adopt_state(self, parameter: torch.Tensor, state: _State) -> None:
-        """A parameter's new state, made by all ranks before the same meeting, moves in."""
+        """A parameter's new state, made by all ranks before the same meeting, moves in. What it has
+        on the meta device is made here.
+        """
         with torch.no_grad():
             self._slots[id(parameter)].adopt_state(state)
 
