@@ -32,9 +32,9 @@ static int wait_for_others(plc_comm *comm, attendance *all, uint32_t number, con
                            uint64_t *out, int64_t deadline) {
     for (uint32_t r = 0; r < comm->ranks; r++) {
         if (!present[r]) continue;
-        int status =
-            r == comm->rank ? PLC_OK
-                            : wait_for(comm, &all[r].arrived, number, deadline, is_awaited, &r);
+        int status = PLC_OK;
+        if (r != comm->rank)
+            status = wait_for(comm, &all[r].arrived, number, deadline, is_awaited, &r, NULL);
         if (status != PLC_OK) return status;
         memcpy(out + (uint64_t)r * PLC_MEETING_NUMBERS, all[r].brought[number & 1],
                sizeof all[r].brought[0]);

@@ -15,6 +15,17 @@ void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from,
             memcpy((void *)(uintptr_t)to[i], (const void *)(uintptr_t)from[i], bytes[i]);
 }
 
+uint32_t plc_compare_pieces(uint32_t pieces, const uint64_t *one, const uint64_t *other,
+                            const uint64_t *bytes, uint8_t *differs) {
+    uint32_t differing = 0;
+    for (uint32_t i = 0; i < pieces; i++) {
+        const void *a = (const void *)(uintptr_t)one[i], *b = (const void *)(uintptr_t)other[i];
+        differs[i] = bytes[i] > 0 && memcmp(a, b, bytes[i]) != 0;
+        differing += differs[i];
+    }
+    return differing;
+}
+
 int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others, const uint64_t *from,
                    const uint64_t *counts, const uint32_t *dtypes) {
     const void *terms[MAX_OTHERS + 1];

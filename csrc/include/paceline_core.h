@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 8
+#define PLC_ABI_VERSION 9
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -35,6 +35,7 @@ typedef enum {
     PLC_PENDING = 8,   /* not finished yet */
     PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
     PLC_NESTED = 10,   /* called by a signal handler within a call on the same communicator */
+    PLC_DIVERGED = 11, /* ranks wait for each other in different places; see plc_comm_calls */
 } plc_status;
 
 typedef enum {
@@ -53,7 +54,9 @@ typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
     PLC_KINDS,
-    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ */
+    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ, or a
+                             * wait in one: sequence is the bucket, label the number of its arena */
+    PLC_ELSEWHERE,          /* no wait in this communicator */
 } plc_kind;
 
 typedef struct plc_comm plc_comm;
@@ -230,6 +233,9 @@ PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *d
  * ------------------------------ */
 PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from,
                              const uint64_t *bytes);
+/* Set `differs[i]` to whether piece i has other bytes at `one` than at `other`; how many do. */
+PLC_API uint32_t plc_compare_pieces(uint32_t pieces, const uint64_t *one, const uint64_t *other,
+                                    const uint64_t *bytes, uint8_t *differs);
 /* Add to each array at `to` those of `others` owners, in their order and rounded once. `from` has
  * `pieces` addresses for each owner, one owner after the other. PLC_INVALID, and nothing is
  * written, if a type cannot be added. */

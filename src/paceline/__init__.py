@@ -47,9 +47,10 @@ if TYPE_CHECKING:
         rank,
         world_size,
     )
-    from paceline.launch.save_listener import SaveRequest
+    from paceline.launch.save_agreement import SaveRequest
     from paceline.launch.save_request import save_requested
     from paceline.launch.spawn import spawn
+    from paceline.training import Training
 
 # Public names that need torch, and the module each lives in. Resolved on first use (PEP 562).
 _LAZY: dict[str, str] = {
@@ -66,7 +67,7 @@ _LAZY: dict[str, str] = {
     "local_rank": "paceline.launch.init",
     "local_world_size": "paceline.launch.init",
     "is_main": "paceline.launch.init",
-    "SaveRequest": "paceline.launch.save_listener",
+    "SaveRequest": "paceline.launch.save_agreement",
     "save_requested": "paceline.launch.save_request",
     "spawn": "paceline.launch.spawn",
     "save": "paceline.checkpoint",
@@ -76,6 +77,7 @@ _LAZY: dict[str, str] = {
     "replicate": "paceline.ddp",
     "replica_of": "paceline.ddp",
     "trace": "paceline.diagnostics.session",
+    "Training": "paceline.training",
 }
 # Public modules that are imported on first use.
 _LAZY_MODULES = {"optim", "ray"}
@@ -102,6 +104,7 @@ __all__ = [
     "Evaluation",
     "GlobalBatchSampler",
     "ShardedIterable",
+    "Training",
     "init_process_group",
     "destroy_process_group",
     "rank",

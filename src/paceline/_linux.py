@@ -36,6 +36,7 @@ __all__ = [
     "outlive_parent",
     "process_ids",
     "read_stat",
+    "signal_when_parent_ends",
 ]
 
 # _IOWR(0xFF, 11, struct pidfd_info): since Linux 6.13; the exit code since 6.15 (linux/pidfd.h).
@@ -236,6 +237,11 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def signal_when_parent_ends(number: int) -> None:
+    """Have the kernel send this process a signal when the thread that started it ends."""
+    _prctl(_PR_SET_PDEATHSIG, number)
 
 
 def outlive_parent() -> None:

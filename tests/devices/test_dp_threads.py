@@ -144,6 +144,27 @@ def test_steps_that_go_past_autograd_reach_all_replicas(sim_machine):
     sim_machine.on_devices(body)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_weights_swapped_between_forwards_reach_all_replicas(sim_machine, mode):
+    """As averaged weights are, for evaluation: no backward in between, and no version raised."""
+
+    def body(machine):
+        import paceline
+
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double().eval()
+        module = copy.deepcopy(bare).to(machine.device(0))
+        x = torch.randn(6, 3, dtype=torch.float64)
+        with paceline.DataParallel(module, device_ids=[0, 1, 2]) as model, mode():
+            for _ in range(3):
+                torch.testing.assert_close(model(x).cpu(), bare(x), rtol=1e-12, atol=1e-15)
+                for each in (module, bare):
+                    for tensor in (*each.parameters(), each[1].running_mean):
+                        tensor.data.mul_(0.5)
+
+    sim_machine.on_devices(body)
+
+
 def test_moving_the_wrapped_module_moves_the_work(sim_machine):
     def body(machine):
         import paceline
@@ -174,5 +195,46 @@ def test_parameters_without_a_shape_are_refused(sim_machine):
                 model(torch.ones(4, 3))
             module(torch.ones(4, 3).to(machine.device(0)))
             assert model(torch.ones(4, 3)).shape == (4, 2)
+
+    sim_machine.on_devices(body)
+
+
+class Layer:
+    def __init__(self, keys):
+        self.keys, self.device, self.window = keys, keys.device, torch.tensor(7)
+
+
+class Cached(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3).double()
+
+    def forward(self, x, cache=None):
+        y = self.linear(x if cache is None else x + cache["layers"][0].keys)
+        assert cache is None or cache["layers"][0].keys.device == x.device
+        return y, {"layers": [Layer(y * 2)], "best": y.max(1)}
+
+
+def test_caches_in_outputs_and_inputs(sim_machine):
+    def body(machine):
+        import paceline
+
+        torch.manual_seed(0)
+        bare = Cached()
+        module = copy.deepcopy(bare).to(machine.device(0))
+        x = torch.randn(5, 3, dtype=torch.float64)
+        with paceline.DataParallel(module, device_ids=[0, 1, 2]) as model:
+            for each in (model, bare):
+                out, cache = each(x)
+                again, cache = each(x, cache)
+                (out.sum() + cache["layers"][0].keys.square().sum() + again.sum()).backward()
+                layer = cache["layers"][0]
+                assert layer.device == layer.keys.device == out.device
+                assert layer.window.item() == 7
+            for one, other in zip(module.parameters(), bare.parameters(), strict=True):
+                torch.testing.assert_close(one.grad.cpu(), other.grad, rtol=1e-12, atol=1e-15)
+            with torch.no_grad():
+                best = model(x)[1]["best"]
+            assert torch.equal(best.indices.cpu(), bare(x)[1]["best"].indices)
 
     sim_machine.on_devices(body)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
 import os
+import signal
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import paceline
 from tests.harness import init_group, run_ranks
@@ -408,3 +411,188 @@ def fail_late_beside_a_skipped_bucket(rank, world):
 def test_a_failure_is_seen_though_the_last_bucket_is_skipped(ranks):
     """Peers must wait for the closing signal even where no bucket carries gradients with it."""
     ranks(2, fail_late_beside_a_skipped_bucket)
+
+
+def skip_until_a_peer_is_killed(rank, world, moment):
+    """Rank 1 ends in step 2; `moment` says what rank 0 does then."""
+    join_group()
+    net = Fails(norm=moment == "forward")
+    model = paceline.DistributedDataParallel(net, on_error="skip")
+    outcomes = []
+    try:
+        for step in range(6):
+            if rank == 1 and step == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            with model.all_or_none() as attempt:
+                net.where = moment if moment == "backward" and step == 2 else None
+                loss = model(torch.ones(2, 4)).sum()
+                if moment == "own error" and step == 2:
+                    raise ValueError("the needle")
+                if moment == "caught" and step == 2:
+                    with contextlib.suppress(RuntimeError):
+                        loss.backward()
+                elif moment == "wrapped":
+                    try:
+                        loss.backward()
+                    except RuntimeError as error:
+                        raise ValueError("the needle") from error
+                else:
+                    loss.backward()
+            outcomes.append(attempt.succeeded)
+    except Exception as error:
+        outcomes.append(type(error).__name__)
+    return outcomes
+
+
+@pytest.mark.parametrize(
+    ("moment", "outcomes"),
+    [
+        ("averaging", [True, True, "PeerLost"]),
+        ("forward", [True, True, "PeerLost"]),
+        ("own error", [True, True, "PeerLost"]),
+        ("backward", [True, True, "PeerLost"]),
+        ("wrapped", [True, True, "ValueError"]),
+        ("caught", [True, True, False, "PeerLost"]),
+    ],
+)
+def test_the_loss_of_a_peer_is_never_skipped(ranks, moment, outcomes):
+    survivor, _ = ranks(2, skip_until_a_peer_is_killed, moment, check=False)
+    assert survivor.value == outcomes
+
+
+def skip_at_different_points(rank, world, wrapped):
+    join_group()
+    net = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    model = paceline.DistributedDataParallel(net)
+    loss = model(torch.ones(2, 4)).sum()
+
+    def differ():
+        try:
+            loss.backward() if rank else model(torch.ones(2, 4))
+        except paceline.MismatchError as error:
+            if wrapped:
+                raise ValueError("the needle") from error
+            raise
+
+    expected = ValueError if wrapped else paceline.MismatchError
+    with pytest.raises(expected), model.all_or_none("skip"):
+        differ()
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_mismatch_is_never_skipped(ranks, wrapped):
+    ranks(2, skip_at_different_points, wrapped)
+
+
+def skip_while_a_peer_stands_still(rank, world, done):
+    init_group(os.environ["BACKEND"], timeout=datetime.timedelta(seconds=1.5))
+    model = paceline.DistributedDataParallel(Fails(), on_error="skip")
+    if rank == 1:
+        while not os.path.exists(done):
+            time.sleep(0.05)
+        return None
+    try:
+        with model.all_or_none():
+            model(torch.ones(2, 4)).sum().backward()
+    except Exception as error:
+        return error
+    finally:
+        with open(done, "w"):
+            pass
+    return None
+
+
+def test_a_timeout_is_never_skipped(ranks, tmp_path):
+    error, _ = ranks(2, skip_while_a_peer_stands_still, str(tmp_path / "done"))
+    assert isinstance(error, paceline.CollectiveTimeout)
+
+
+def raise_all(errors):
+    raise ExceptionGroup("several", errors)
+
+
+def raise_while_handling(error):
+    try:
+        raise error
+    except BaseException:
+        raise ValueError("while another error was handled") from None
+
+
+def raise_from(cause):
+    raise ValueError("wrapped") from cause
+
+
+def raise_it(error):
+    raise error
+
+
+BEYOND_THE_STEP = [
+    paceline.PeerLost("x"),
+    paceline.GroupAborted("x"),
+    paceline.CollectiveTimeout("x"),
+    paceline.MismatchError("x"),
+    paceline.NativeError("x"),
+    paceline.ConfigError("x"),
+    dist.DistBackendError("x"),
+    dist.DistNetworkError("x"),
+    dist.DistStoreError("x"),
+    KeyboardInterrupt(),
+    SystemExit(1),
+]
+OF_THE_STEP = [
+    ValueError("x"),
+    MemoryError("x"),
+    TimeoutError("the user's own server"),
+    ConnectionResetError("the user's own server"),
+    torch.OutOfMemoryError("x"),
+    paceline.StepError("x"),
+]
+
+
+def try_to_skip(rank, world):
+    """Every rank raises; which errors end the block and which are skipped."""
+    join_group()
+    model = paceline.DistributedDataParallel(Fails(), on_error="skip")
+
+    def is_skipped(action, *args):
+        try:
+            with model.all_or_none() as attempt:
+                action(*args)
+        except BaseException:
+            return False
+        assert not attempt.succeeded
+        assert attempt.error is not None
+        return True
+
+    for error in BEYOND_THE_STEP:
+        assert not is_skipped(raise_it, error), error
+        assert not is_skipped(raise_from, error), error
+        assert not is_skipped(raise_while_handling, error), error
+        if isinstance(error, Exception):
+            assert not is_skipped(raise_all, [ValueError("x"), ExceptionGroup("y", [error])])
+    for error in OF_THE_STEP:
+        assert is_skipped(raise_it, error), error
+        assert is_skipped(raise_from, error), error
+        assert is_skipped(raise_all, [ValueError("x"), error]), error
+    # An error that was being handled before the block has nothing to do with the step.
+    try:
+        raise paceline.MismatchError("before")
+    except paceline.MismatchError:
+        assert is_skipped(raise_it, ValueError("x"))
+    model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_only_errors_of_the_step_are_skipped(ranks, world):
+    ranks(world, try_to_skip)
+
+
+def ask_for_an_unknown_policy(rank, world):
+    join_group()
+    model = paceline.DistributedDataParallel(Fails())
+    with pytest.raises(paceline.ConfigError, match=r"on_error must be .* got 'ignore'"):
+        model.all_or_none("ignore")
+
+
+def test_an_unknown_policy_is_refused():
+    run_ranks(1, ask_for_an_unknown_policy, env={"BACKEND": "gloo"})

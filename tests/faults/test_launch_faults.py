@@ -4,15 +4,18 @@ left.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 import pytest
 
+from paceline._linux import read_stat
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
 
@@ -83,6 +86,32 @@ def test_the_exit_code_is_kept(tmp_path, ending, code):
         assert "no data" in job.last_line
 
 
+@pytest.mark.parametrize(("ending", "code"), [("sys.exit(7)", 7), ("raise KeyError(1)", 1)])
+def test_a_rank_that_failed_first_and_is_stopped_while_it_ends_keeps_its_code(
+    tmp_path, ending, code
+):
+    """Rank 0 fails first, and is still ending when rank 1 fails, ends, and has all others asked to
+    end. The code is that of the failure, not of the signal we sent.
+    """
+    script = write_script(
+        tmp_path,
+        f"""
+        import atexit, os, pathlib, sys, time
+        failed = pathlib.Path(sys.argv[1], "failed")
+        if os.environ["RANK"] == "0":
+            atexit.register(time.sleep, 60)
+            atexit.register(failed.write_text, "yes")
+            {ending}
+        while not failed.exists():
+            time.sleep(0.01)
+        os._exit(9)
+        """,
+    )
+    found, job = _run(script, str(tmp_path))
+    assert found == code, job.stderr
+    assert "rank 0" in job.last_line
+
+
 def test_a_killed_rank_gives_128_plus_the_signal(tmp_path):
     script = write_script(
         tmp_path,
@@ -126,18 +155,17 @@ def busy(tmp_path):
     ) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
         job.rank_pids = [int((tmp_path / f"up-{rank}").read_text()) for rank in (0, 1)]
-        assert len(job.processes()) == 8  # launcher, fork server, two ranks with two children each
+        # Launcher, reaper, fork server, two ranks with two children each.
+        assert len(job.processes()) == 9
         yield job
 
 
+def _parent_of(pid):
+    return read_stat(pid).parent
+
+
 def _fork_server(job):
-    text = subprocess.run(
-        ["ps", "-o", "ppid=", "-p", str(job.rank_pids[0])],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(text.stdout)
+    return _parent_of(job.rank_pids[0])
 
 
 def test_kill_9_of_the_launcher_leaves_nothing(busy):
@@ -146,12 +174,90 @@ def test_kill_9_of_the_launcher_leaves_nothing(busy):
     assert busy.wait() == -signal.SIGKILL
 
 
-def test_kill_9_of_the_fork_server_leaves_nothing(busy):
+def _kill_at_once(*pids):
+    """Stopped first, so that none of them can do anything about the death of another."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_kill_9_of_launcher_and_fork_server_at_once_leaves_nothing(busy):
+    _kill_at_once(busy.process.pid, _fork_server(busy))
+    assert busy.left_after(10.0) == []
+
+
+def test_kill_9_of_launcher_and_reaper_at_once_leaves_nothing(busy):
+    _kill_at_once(busy.process.pid, _parent_of(_fork_server(busy)))
+    assert busy.left_after(10.0) == []
+
+
+def test_kill_9_of_the_reaper_is_not_the_end_of_the_job(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text(str(os.getpid()))
+        while not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(_parent_of(_parent_of(int((tmp_path / "up-0").read_text()))), signal.SIGKILL)
+        (tmp_path / "go").write_text("go")
+        assert job.wait() == 0
+        assert job.left_after(0.0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_however_the_fork_server_ends_the_launcher_says_so(busy, number):
     server = _fork_server(busy)
-    os.kill(server, signal.SIGKILL)
-    assert busy.wait() == 137
-    assert f"the fork server (pid {server})" in busy.last_line
+    os.kill(server, number)
+    assert busy.wait() == 128 + number
+    assert f"the fork server (pid {server}) failed (killed by {number.name})" in busy.last_line
     assert busy.left_after(5.0) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_node_that_waits_for_another_one(tmp_path):
+    """Its ranks are done, and it only keeps the rendezvous open."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text("up")
+        while os.environ["RANK"] == "0" and not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}")
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                launched(
+                    run_command(
+                        script,
+                        str(tmp_path),
+                        ranks=1,
+                        options=("--preload=torch", *place, f"--node-rank={node}"),
+                    )
+                )
+            )
+            for node in (0, 1)
+        ]
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        deadline = time.monotonic() + 60
+        while len(nodes[1].processes()) > 3 and time.monotonic() < deadline:
+            time.sleep(0.05)  # launcher, reaper and fork server are left
+        time.sleep(0.5)
+        nodes[1].process.send_signal(signal.SIGINT)
+        assert nodes[1].process.wait(20) == 130
+        (tmp_path / "go").write_text("go")
+        assert nodes[0].wait() == 0
 
 
 def test_kill_9_of_the_whole_group_leaves_nothing(busy):
@@ -221,6 +327,61 @@ def test_interrupted_while_torch_is_being_imported(tmp_path):
         assert job.left_after(2.0) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "code", "message"),
+    [
+        ("nosuch", 2, "--preload should name modules, but 'nosuch' cannot be imported"),
+        ("nosuch.part", 2, "ModuleNotFoundError: No module named 'nosuch'"),
+        (".part", 1, "'.part' cannot be imported: TypeError"),
+        ("broken", 1, "'broken' cannot be imported: ValueError: half a module"),
+        ("leaves", 1, "'leaves' cannot be imported: SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_before_the_ranks(tmp_path, module, code, message):
+    write_script(tmp_path, "raise ValueError('half a module')", "broken.py")
+    write_script(tmp_path, "raise SystemExit(3)", "leaves.py")
+    found, job = _run(write_script(tmp_path, "print('never')"), options=(f"--preload={module}",))
+    assert found == code
+    assert message in job.last_line
+    assert ("Traceback" in job.stderr) == (code == 1)  # where the module itself fails is shown
+
+
+@pytest.mark.parametrize("forks", [0, 2])
+def test_a_limit_of_processes_that_is_too_low_is_one_sentence(tmp_path, forks):
+    """The fork server's forks fail from some number on: its reaper's, then those of the ranks."""
+    write_script(
+        tmp_path,
+        f"""
+        import errno, os
+        def fork(fork=os.fork, left=[{forks}]):
+            left[0] -= 1
+            if left[0] < 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return fork()
+        os.fork = fork
+        """,
+        "sitecustomize.py",
+    )
+    command = run_command(write_script(tmp_path, "print('never')"), ranks=3)
+    with launched(command, env={"PYTHONPATH": str(tmp_path)}) as job:
+        assert job.wait() == 2
+        assert job.left_after(5.0) == []
+    what = "no process could" if forks == 0 else "rank 1 of 3 could not"
+    assert job.stderr.splitlines() == [
+        f"paceline: {what} be started: Resource temporarily unavailable. Start fewer "
+        "ranks, or raise the limits of processes and open files (ulimit -u, -n)"
+    ]
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_sentence(tmp_path):
+    command = " ".join(run_command(write_script(tmp_path, "print('never')"), ranks=8))
+    with launched(["bash", "-c", f"ulimit -n 40; exec {command}"]) as job:
+        assert job.wait() == 2
+    assert len(job.stderr.splitlines()) == 1
+    assert "8 ranks need" in job.stderr
+    assert "(ulimit -n): start fewer ranks, or raise the limit" in job.stderr
+
+
 def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
     script = write_script(
         tmp_path,
@@ -240,6 +401,30 @@ def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
         assert job.wait() == 0
         assert sorted(job.stdout.split("\n")[:2]) == ["[0] saved", "[1] saved"]
         assert job.last_line == "paceline: stopped by SIGTERM: all ranks exited with status 0"
+
+
+def test_a_request_to_save_ends_no_rank_that_does_not_listen_yet(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+        got = []
+        if rank == "1":
+            signal.signal(signal.SIGUSR1, lambda *_: got.append("signal"))
+        (folder / ("up-" + rank)).write_text("up")
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+            if got:
+                (folder / "go").write_text("go")
+        print(*got)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGUSR1)
+        assert job.wait() == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["[0] ", "[1] signal"]
 
 
 HELLO = "import os, sys\nprint('hello', sys.stdin.read() if os.environ['RANK'] == '0' else '')\n"
@@ -271,6 +456,111 @@ def test_a_reader_that_has_seen_enough(tmp_path):
         assert job.wait() == 0
         assert job.stdout.split()[-1] == "141"
         assert job.left_after(0.0) == []
+
+
+# Far more than a pipe and the launcher take while nobody reads.
+MUCH_OUTPUT = """
+    import os, pathlib, sys, time
+    stream = getattr(sys, sys.argv[2])
+    pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text("up")
+    for number in range(30000):
+        stream.write(f"{{number:0100}}\\n")
+    stream.flush()
+    {ending}
+"""
+
+
+@contextlib.contextmanager
+def _paused_reader(tmp_path, stream, ending, **options):
+    """A job whose output nobody reads, once its ranks have begun to write."""
+    script = write_script(tmp_path, MUCH_OUTPUT.format(ending=ending))
+    ours, theirs = os.pipe()
+    with launched(run_command(script, str(tmp_path), stream, **options), **{stream: theirs}) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        time.sleep(0.5)
+        try:
+            yield job, ours
+        finally:
+            os.close(ours)
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, stream, number, code):
+    """A paused pager, Ctrl-S, a stuck log collector."""
+    with _paused_reader(tmp_path, stream, "time.sleep(600)", options=("--grace=20",)) as (job, _):
+        began = time.monotonic()
+        job.process.send_signal(number)
+        assert job.process.wait(60) == code
+        assert time.monotonic() - began < 15  # not the grace time
+        assert job.left_after(0.0) == []
+
+
+def test_a_signal_after_the_job_ends_the_wait_for_the_reader(tmp_path):
+    """The ranks are done, and what they wrote waits in the launcher."""
+    script = write_script(
+        tmp_path,
+        """
+        import pathlib, sys
+        print("x" * 300_000, flush=True)
+        pathlib.Path(sys.argv[1], "done").write_text("done")
+        """,
+    )
+    ours, theirs = os.pipe()
+    with launched(run_command(script, str(tmp_path), ranks=1), stdout=theirs) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "done")
+        deadline = time.monotonic() + 60
+        while len(job.processes()) != 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(60) == 143
+        assert "bytes of output were not shown" in job.process.stderr.read()
+    os.close(ours)
+
+
+def test_a_killed_rank_is_noticed_while_nobody_reads(tmp_path):
+    with _paused_reader(tmp_path, "stdout", "time.sleep(600)") as (job, ours):
+        pids = [pid for pid in job.processes() if pid != job.process.pid]
+        ranks = [pid for pid in pids if os.getpgid(pid) == pid != os.getsid(pid)]
+        os.kill(ranks[0], signal.SIGKILL)
+        line = job.process.stderr.readline()
+        assert "failed first: killed by SIGKILL" in line
+        os.set_blocking(ours, False)
+        deadline = time.monotonic() + 60
+        while job.process.poll() is None and time.monotonic() < deadline:
+            with contextlib.suppress(BlockingIOError):  # the reader goes on
+                os.read(ours, 1 << 20)
+            time.sleep(0.001)
+        assert job.process.returncode == 137
+
+
+def test_nothing_is_lost_when_the_reader_goes_on(tmp_path):
+    with _paused_reader(tmp_path, "stdout", "pass") as (job, ours):
+        data = b"".join(iter(lambda: os.read(ours, 1 << 16), b""))
+        assert job.process.wait(60) == 0
+    lines = data.decode().splitlines()
+    for rank in (0, 1):
+        found = [line for line in lines if line.startswith(f"[{rank}] ")]
+        assert found == [f"[{rank}] {number:0100}" for number in range(30000)]
+
+
+def test_a_full_disk_ends_no_job(tmp_path):
+    """/dev/full stands for it: standard output, and the log of one rank."""
+    script = write_script(tmp_path, "print('hello')")
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    (logs / "rank-1.log").symlink_to("/dev/full")
+    with open("/dev/full", "w") as full:
+        command = run_command(script, options=(f"--log-dir={logs}",))
+        with launched(command, stdout=full) as job:
+            assert job.wait() == 0
+    assert (logs / "rank-0.log").read_text() == "hello\n"
+    assert "standard output is not written any more: No space left on device" in job.stderr
+    assert "rank-1.log is not written any more: No space left on device" in job.stderr
 
 
 def test_in_the_background_with_hangups_ignored(tmp_path):

@@ -25,6 +25,7 @@ static const scenario scenarios[] = {
     SCENARIO(late_rank),
     SCENARIO(late_bucket),
     SCENARIO(mismatched_buckets),
+    SCENARIO(diverged),
     SCENARIO(abort_in_pipeline),
     SCENARIO(interpreter_lock),
     SCENARIO(dead_rank),

@@ -27,6 +27,7 @@ void abort_by_thread(uint64_t seed);
 void late_rank(uint64_t seed);
 void late_bucket(uint64_t seed);
 void mismatched_buckets(uint64_t seed);
+void diverged(uint64_t seed);
 void abort_in_pipeline(uint64_t seed);
 void interpreter_lock(uint64_t seed);
 void dead_rank(uint64_t seed);

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import random
+import sys
+import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -133,6 +139,35 @@ def test_a_loss_per_replica_becomes_the_exact_mean(wrap):
     gradients_agree(model.module, bare)
 
 
+class GraphLoss(nn.Module):
+    """The mean over graphs, each of two nodes; or the sum and the number of graphs."""
+
+    def __init__(self, divides=True):
+        super().__init__()
+        self.net, self.divides = mlp(), divides
+
+    def forward(self, nodes, targets):
+        found = self.net(nodes).view(len(targets), 2, 3).sum(1)
+        total = (found - targets).pow(2).sum()
+        count = torch.tensor(float(len(targets)), dtype=torch.float64)
+        return total / count if self.divides else (total, count)
+
+
+def test_losses_of_replicas_are_averaged_equally_where_counts_are_not_known(wrap):
+    bare = GraphLoss()
+    model = wrap(copy.deepcopy(bare))
+    nodes, targets = torch.randn(10, 6, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    halves = (bare(nodes[:6], targets[:3]), bare(nodes[6:], targets[3:]))
+    with pytest.warns(UserWarning, match=r"3 and 2 rows .* inputs have 5, 10 rows") as caught:
+        loss = model(targets=targets, nodes=nodes)
+    assert caught[0].filename == __file__
+    close(loss, sum(halves) / 2)
+    close(model(targets=targets, nodes=nodes), loss)  # and says it once
+    total, count = wrap(GraphLoss(divides=False), scalars="sum")(targets=targets, nodes=nodes)
+    (total / count).backward()
+    close(total / count, bare(nodes, targets))
+
+
 def test_scalars_can_be_summed_or_stacked(wrap):
     x, y = torch.randn(7, 6, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
     bare = LossInside()
@@ -193,6 +228,99 @@ def test_nested_inputs_and_outputs(wrap):
     gradients_agree(model.module, bare)
 
 
+class Layer:
+    def __init__(self) -> None:
+        self.keys: torch.Tensor | None = None
+        self.window = torch.tensor(7)
+        self.length = 0
+
+    def update(self, keys: torch.Tensor) -> torch.Tensor:
+        self.dtype, self.device = keys.dtype, keys.device
+        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], 1)
+        self.length += keys.shape[1]
+        return self.keys
+
+
+class Cache:
+    def __init__(self) -> None:
+        self.layers: list[Layer] = []
+
+
+@dataclasses.dataclass
+class DecoderOutput(collections.OrderedDict):
+    loss: torch.Tensor | None = None
+    logits: torch.Tensor | None = None
+    past_key_values: Cache | None = None
+    hidden: Any = None
+
+
+class Decoder(nn.Module):
+    """Outputs as decoders of Hugging Face have them: an object of objects that hold tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 4).double()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)).double()
+
+    def forward(self, tokens, past_key_values=None):
+        cache = Cache() if past_key_values is None else past_key_values
+        hidden = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            if len(cache.layers) == index:
+                cache.layers.append(Layer())
+            hidden = layer(hidden) + cache.layers[index].update(hidden).mean(1, keepdim=True)
+        loss = hidden.pow(2).mean()
+        best = hidden.sum(2).max(1)  # of a class that is registered with torch.utils._pytree
+        return DecoderOutput(loss, hidden, cache, collections.deque([best], maxlen=2))
+
+
+@pytest.mark.parametrize("batch", [6, 5])
+def test_caches_in_outputs_and_inputs(wrap, batch):
+    bare = Decoder()
+    model = wrap(copy.deepcopy(bare))
+    tokens = torch.randint(9, (batch, 3))
+    for m in (model, bare):
+        first = m(tokens)
+        second = m(tokens[:, :1], past_key_values=first.past_key_values)
+        (first.loss + second.past_key_values.layers[1].keys.pow(2).sum()).backward()
+    gradients_agree(model.module, bare)
+    with torch.no_grad():
+        found, expected = ((m(tokens)) for m in (model, bare))
+        for _ in range(3):
+            for one, other in zip(
+                found.past_key_values.layers, expected.past_key_values.layers, strict=True
+            ):
+                close(one.keys, other.keys)
+                assert (one.length, one.window.item()) == (other.length, 7)
+            assert found.hidden.maxlen == 2
+            assert torch.equal(found.hidden[0].indices, expected.hidden[0].indices)
+            found, expected = (
+                m(tokens[:, :1], past_key_values=out.past_key_values)
+                for m, out in ((model, found), (bare, expected))
+            )
+
+
+def test_an_output_that_cannot_be_gathered_is_named(wrap):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.what = None
+
+        def forward(self, x):
+            values = {"pid": os.getpid(), "lock": threading.Lock(), None: None}
+            return {"x": x, "aside": [values[self.what]]}
+
+    model = wrap(Net())
+    model.module.what = "pid"
+    with pytest.raises(ConfigError, match=r"outputs\['aside'\]\[0\] is not a tensor, .*different"):
+        model(torch.ones(4))
+    model.module.what = "lock"
+    with pytest.raises(ConfigError, match=r"outputs\['aside'\]\[0\], a lock, cannot be gathered"):
+        model(torch.ones(4))
+    model.module.what = None
+    assert model(torch.ones(4))["aside"] == [None]
+
+
 def test_lambdas_local_classes_and_objects_with_a_declared_split(wrap):
     class Bag:
         def __init__(self, items):
@@ -247,6 +375,160 @@ def test_buffers_of_the_first_replica_persist_and_eval_sees_them(wrap):
         close(model(x), bare(x))
     with torch.inference_mode():
         close(model(x), bare(x))
+
+
+class Tables(nn.Module):
+    """Buffers of all kinds; each row of the output depends on every element of each of them."""
+
+    def __init__(self, size: int = 70) -> None:
+        super().__init__()
+        ramp = torch.arange(size * size, dtype=torch.float64).reshape(size, size)
+        self.linear = nn.Linear(3, 3).double()
+        self.register_buffer("table", ramp / ramp.sum())
+        self.register_buffer("count", torch.tensor([3]), persistent=False)
+        self.register_buffer("wide", torch.linspace(0, 1, 3, dtype=torch.float64).expand(4, 3))
+        self.register_buffer("sparse", torch.eye(3, dtype=torch.float64).to_sparse())
+        self.register_buffer("nothing", None)
+        self.again = nn.Module()
+        self.again.register_buffer("table", self.table)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ramp = torch.arange(self.table.numel(), dtype=torch.float64).view_as(self.table)
+        y = self.linear(x) * (self.table * ramp).sum() + self.count + self.again.table.mean()
+        y = torch.sparse.mm(self.sparse, y.t()).t() + self.wide.mean(0)
+        return y if self.nothing is None else y * self.nothing.sum()
+
+
+def _set_both(module: Tables, table: torch.Tensor) -> None:
+    module.table = module.again.table = table
+
+
+CHANGES_TO_BUFFERS = {
+    "in place": lambda m: m.table.mul_(2),
+    "data": lambda m: m.table.data.mul_(2),
+    "data of an integer": lambda m: m.count.data.fill_(7),
+    "numpy": lambda m: np.multiply(m.table.numpy(), 2, out=m.table.numpy()),
+    "one element": lambda m: m.table.data[-1, -1].mul_(2),
+    "two elements swapped": lambda m: m.table.data[:2, 0].copy_(m.table[:2, 0].flip(0).clone()),
+    "negative zero": lambda m: m.count.data.zero_(),
+    "data replaced": lambda m: setattr(m.table, "data", m.table.data * 2),
+    "data transposed": lambda m: setattr(m.table, "data", m.table.data.t()),
+    "transposed": lambda m: _set_both(m, m.table.t()),
+    "assigned": lambda m: _set_both(m, m.table * 2),
+    "one of two assigned": lambda m: setattr(m, "table", m.table * 2),
+    "another type": lambda m: setattr(m, "count", torch.tensor([2.5], dtype=torch.float64)),
+    "another shape": lambda m: _set_both(m, m.table[:5] * 3),
+    "resized": lambda m: m.count.resize_(3).fill_(4),
+    "memory replaced": lambda m: m.table.set_((m.table * 2).contiguous()),
+    "not contiguous": lambda m: m.wide.data.select(0, 0).mul_(3),
+    "sparse": lambda m: m.sparse._values().data.mul_(3),
+    "from nothing": lambda m: setattr(m, "nothing", torch.ones(2, dtype=torch.float64)),
+    "removed": lambda m: delattr(m, "nothing") or m.register_buffer("nothing", torch.ones(3)),
+    "loaded": lambda m: m.load_state_dict({"table": m.table * 2}, strict=False),
+    "assigned by loading": lambda m: m.load_state_dict(
+        {k: v * 2 for k, v in m.state_dict().items()}, assign=True
+    ),
+    "to float": lambda m: m.float().double(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_TO_BUFFERS)
+def test_buffers_that_the_user_changes_in_any_way(wrap, change):
+    bare = Tables()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    close(model(x), bare(x))
+    for _ in range(2):
+        for module in (model.module, bare):
+            CHANGES_TO_BUFFERS[change](module)
+        for m in (model, bare):
+            m.zero_grad()
+            m(x).pow(2).sum().backward()
+        gradients_agree(model.module, bare)
+        with torch.inference_mode():
+            close(model(x), bare(x))
+
+
+def test_a_buffer_that_is_asked_for_a_gradient(wrap):
+    bare = Tables()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(4, 3, dtype=torch.float64)
+    model(x)
+    for module in (model.module, bare):
+        _set_both(module, module.table.clone().requires_grad_())
+        module.count = module.count.double().requires_grad_()
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    close(model.module.table.grad, bare.table.grad)
+    close(model.module.count.grad, bare.count.grad)
+    model(x)
+    for module in (model.module, bare):
+        module.count.grad = None
+        module.count.requires_grad_(False)
+        module.count.data.mul_(2)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    assert model.module.count.grad is None
+    close(model(x), bare(x))
+
+
+class Counts(nn.Module):
+    """Buffers that forward changes in ways of its own, in a worker or in the main process."""
+
+    def __init__(self, main: int) -> None:
+        super().__init__()
+        self.main = main
+        self.register_buffer("seen", torch.zeros(5000))
+        self.register_buffer("assigned", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = x + self.seen.sum() + self.assigned.sum()
+        if os.getpid() != self.main:
+            self.seen.data.add_(1)
+            self.assigned = self.assigned + 1
+        return found
+
+
+def test_every_forward_begins_with_the_buffers_of_the_first_replica(wrap):
+    model = wrap(Counts(os.getpid()), 3)
+    x = torch.ones(6)
+    for _ in range(3):
+        assert model(x).tolist() == [1.0] * 6
+    model.module.seen.numpy()[0] = 2.0
+    assert model(x).tolist() == [3.0] * 6
+
+
+def test_a_worker_that_a_small_batch_left_idle_has_missed_nothing(wrap):
+    model = wrap(Counts(os.getpid()), 3)
+    model(torch.ones(6))
+    model.module.seen.data[0] = 2.0
+    assert model(torch.ones(2)).tolist() == [3.0] * 2
+    assert model(torch.ones(6)).tolist() == [3.0] * 6
+
+
+CHANGES_TO_PARAMETERS = {
+    "data": lambda p: p.data.mul_(2),
+    "numpy": lambda p: np.multiply(p.data.numpy(), 2, out=p.data.numpy()),
+    "data replaced": lambda p: setattr(p, "data", p.data * 2),
+    "data transposed": lambda p: setattr(p, "data", p.data.t()),
+    "memory replaced": lambda p: p.data.set_((p.data * 2).contiguous()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES_TO_PARAMETERS)
+def test_parameters_that_the_user_changes_past_autograd(wrap, change):
+    torch.manual_seed(1)
+    bare = nn.Linear(5, 5).double()
+    model = wrap(copy.deepcopy(bare))
+    x = torch.randn(4, 5, dtype=torch.float64)
+    for _ in range(3):
+        for m in (model, bare):
+            m.zero_grad()
+            m(x).pow(2).sum().backward()
+        close(model(x), bare(x))
+        gradients_agree(model.module, bare)
+        for module in (model.module, bare):
+            CHANGES_TO_PARAMETERS[change](module.weight)
 
 
 def test_dropout_differs_between_replicas_and_repeats_with_the_seed(wrap):
@@ -640,8 +922,8 @@ def test_sums_are_not_written_where_others_look(wrap):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch.compile looks, and hides it by itself
-def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_compiled_modules_are_compiled_once(wrap):
     bare = mlp()
     model = wrap(torch.compile(copy.deepcopy(bare), backend="aot_eager"))
     x = torch.randn(6, 6, dtype=torch.float64)
@@ -653,6 +935,65 @@ def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
         out.pow(2).sum().backward()
         expected.pow(2).sum().backward()
         gradients_agree(model.module, bare)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("is_inner_compiled", [False, True])
+def test_compiling_around_it_leaves_its_own_code_alone(wrap, is_inner_compiled):
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    bare = mlp()
+    inner = copy.deepcopy(bare)
+    model = wrap(torch.compile(inner, backend="eager") if is_inner_compiled else inner)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    whole = torch.compile(model, backend=backend)
+    within = torch.compile(lambda x: model(x.sin()).cos(), backend=backend)
+    with contextlib.nullcontext() if is_inner_compiled else pytest.warns(match="compiles nothing"):
+        whole(x).pow(2).sum().backward()
+    within(x).pow(2).sum().backward()
+    bare(x).pow(2).sum().backward()
+    bare(x.sin()).cos().pow(2).sum().backward()
+    gradients_agree(inner, bare)
+    assert len(graphs) == 2, "before and after it"
+    with pytest.raises(Exception, match=r"DataParallel\(torch.compile\(module\)\)"):
+        torch.compile(lambda x: model(x.sin()), backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compile_as_a_method_compiles_the_module(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    model.compile(backend="eager")
+    x = torch.randn(6, 6, dtype=torch.float64)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    gradients_agree(model.module, bare)
+    assert model.module._compiled_call_impl is not None
+    torch._dynamo.reset()
+
+
+def test_workers_have_compile_threads_of_their_own(wrap, monkeypatch):
+    """The pool of torch's compiler, as it is inherited: its threads do not exist in a worker."""
+
+    class AsyncCompile:
+        pool = staticmethod(functools.lru_cache(1)(lambda: ThreadPoolExecutor(1)))
+
+    compiler = types.ModuleType("async_compile")
+    compiler.AsyncCompile = AsyncCompile
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)
+    AsyncCompile.pool().submit(int).result()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return x + AsyncCompile.pool().submit(int).result()
+
+    assert wrap(Net(), timeout=20)(torch.ones(4)).tolist() == [1.0] * 4
+    AsyncCompile.pool().shutdown()
 
 
 @pytest.mark.parametrize(

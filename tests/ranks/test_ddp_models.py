@@ -470,7 +470,9 @@ def sync_batchnorm(rank, world):
         torch.nn.Conv1d(3, 4, 1), torch.nn.BatchNorm1d(4), torch.nn.Linear(5, 2)
     ).double()
     plain = copy.deepcopy(net)
-    model = paceline.DistributedDataParallel(paceline.SyncBatchNorm.convert_sync_batchnorm(net))
+    model = paceline.DistributedDataParallel(
+        paceline.SyncBatchNorm.convert_sync_batchnorm(net), average="samples"
+    )
     generator = torch.Generator().manual_seed(1)
     for sizes in ([3, 2], [1, 4], [5, 0]):
         whole = torch.randn(5, 3, 5, generator=generator, dtype=torch.float64)
@@ -720,7 +722,7 @@ def _hidden_losses(rank, world, how):
     torch.manual_seed(0)
     net = Hiding(how)
     plain = copy.deepcopy(net)
-    model = paceline.DistributedDataParallel(net)
+    model = paceline.DistributedDataParallel(net, average="samples")
     for accumulate in (False, True):
         for part, whole in batches(rank, world, (6, 4)):
             for one, x in (

@@ -205,6 +205,34 @@ def test_quiet_ranks_and_logs(tmp_path):
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "from 1\n"
 
 
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_names_values_and_output_that_are_no_text(tmp_path, method):
+    """Linux allows any bytes in names of files and directories, arguments and variables."""
+    folder = tmp_path / os.fsdecode(b"d\xff")
+    folder.mkdir()
+    script = write_script(
+        folder,
+        """
+        import os, sys
+        values = [*map(os.fsencode, sys.argv), os.environb[b"ODD"], os.path.basename(os.getcwdb())]
+        sys.stdout.buffer.write(repr(values).encode() + b" raw \\xff\\n")
+        """,
+        os.fsdecode(b"s\xff.py"),
+    )
+    logs, traces = folder / os.fsdecode(b"l\xff"), folder / os.fsdecode(b"t\xff")
+    options = (f"--start-method={method}", f"--log-dir={logs}", f"--trace={traces}")
+    job = _run(
+        run_command(script.name, os.fsdecode(b"a\xff"), ranks=1, options=options),
+        cwd=folder,
+        env={"ODD": os.fsdecode(b"v\xff")},
+        errors="surrogateescape",
+    )
+    line = rb"[b's\xff.py', b'a\xff', b'v\xff', b'd\xff'] raw " + b"\xff\n"
+    assert os.fsencode(job.stdout) == b"[0] " + line
+    assert (logs / "rank-0.log").read_bytes() == line
+    assert (traces / "timeline.html").exists()
+
+
 LOADER = """
     import os, pathlib, sys, time, torch
     class Data(torch.utils.data.Dataset):
@@ -287,6 +315,7 @@ def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
         job = _run(run_command(script, moment, options=(TORCH,)), code=1)
         assert "rank 1" in job.last_line
         assert message in job.last_line
+        assert job.stderr.count("  File ") == 1  # the script's own line
 
 
 def test_the_image_is_shared_not_started_anew(tmp_path):

@@ -24,7 +24,8 @@ PACKAGE = ROOT / "src" / "paceline"
 # Lowest first. A module may import from its own layer's package and from lower layers only.
 LAYERS = [
     ["_version"],
-    ["errors", "_linux", "_malloc", "_interpreter", "_pytree", "_state_dict", "_torch_internals"],
+    ["errors", "_linux", "_malloc", "_interpreter", "_state_dict", "_torch_internals"],
+    ["_pytree"],
     ["telemetry"],
     ["rank_env", "failure_channel"],
     # Reaches up to `backend` inside a function, when torch asks for a group.
@@ -39,6 +40,7 @@ LAYERS = [
     ["observe"],
     ["launch"],
     ["checkpoint", "ray"],
+    ["training"],
     ["bench"],
     ["cli"],
 ]

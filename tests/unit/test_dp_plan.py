@@ -5,21 +5,36 @@ changes noticed.
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 from typing import Any, NamedTuple
 
 import hypothesis
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from paceline._pytree import Whole, flatten, unflatten
-from paceline.dp.gather import GatherKind, check_same_structure, plan_gather
+from paceline._pytree import (
+    Whole,
+    flatten,
+    is_taken_apart_by_attributes,
+    leaf_paths,
+    unflatten,
+)
+from paceline.dp.gather import (
+    GatherKind,
+    ReplicaOutputs,
+    ScalarGather,
+    check_same_structure,
+    plan_gather,
+    plan_outputs,
+)
 from paceline.dp.module_snapshot import ModuleSnapshot
-from paceline.dp.protocol import TensorMeta
+from paceline.dp.protocol import TensorMeta, meta_of
 from paceline.dp.scatter import even_ranges, split_inputs
-from paceline.errors import ConfigError, MismatchError
+from paceline.errors import ConfigError, MismatchError, PacelineError
 
 
 @hypothesis.given(batch=st.integers(0, 100), replicas=st.integers(1, 20))
@@ -105,10 +120,179 @@ def test_gather_plans():
     )
     with pytest.raises(MismatchError, match="cannot be concatenated"):
         plan_gather([TensorMeta(f32, (3, 2)), TensorMeta(f32, (2, 3))], [3, 2], 0, "mean")
-    with pytest.raises(MismatchError, match="different structure"):
-        check_same_structure([("leaf",), ("list", ())], [[], []])
-    with pytest.raises(ConfigError, match="different values"):
-        check_same_structure([("leaf",), ("leaf",)], [[1], [2]])
+
+
+class Layer:
+    def __init__(self, keys: Any, **others: Any) -> None:
+        self.keys = keys
+        vars(self).update(others)
+
+
+class Cache:
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = list(layers)
+        self.kind, self.dtype = Layer, torch.float32
+
+
+TWO_EACH = split_inputs(torch.ones(4), 2, 0, {}, ())
+
+
+def returned(outputs: Any) -> ReplicaOutputs:
+    spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
+    return ReplicaOutputs(
+        spec,
+        tuple(isinstance(leaf, torch.Tensor) for leaf in leaves),
+        [meta_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
+        [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
+    )
+
+
+class Graphs(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weights", "reason"),
+    [
+        ((torch.ones(5, 2), torch.ones(5)), (0.6, 0.4), None),
+        ((torch.ones(5, 2), torch.ones(1), Whole(torch.ones(3))), (0.6, 0.4), None),
+        ((torch.ones(5), torch.ones(10)), (0.5, 0.5), "inputs have 5, 10 rows along dimension 0"),
+        ((torch.ones(4), torch.ones(8)), (0.5, 0.5), None),  # any count gives these
+        ((Graphs("abcde"),), (0.5, 0.5), "a Graphs was split by your own function"),
+        ((torch.ones(5), Graphs("abcde")), (0.5, 0.5), "a Graphs was split"),
+    ],
+)
+def test_losses_are_weighted_by_samples_where_their_number_is_known(inputs, weights, reason):
+    cut = {Graphs: lambda graphs, ranges: [graphs[start:stop] for start, stop in ranges]}
+    split = split_inputs(inputs, 2, 0, cut, (Whole, Graphs))
+    losses = [returned({"loss": torch.tensor(1.0), "n": torch.tensor(3)})] * 2
+    scalars = ScalarGather("mean")
+    plan, _ = plan_outputs(losses, split, scalars)
+    assert plan.weights == weights
+    note = scalars.take_note()
+    if reason is None:
+        assert note is None
+    else:
+        assert "outputs['loss']" in note
+        assert "3 and 2 rows" in note
+        assert reason in note
+    plan_outputs(losses, split, scalars)
+    assert scalars.take_note() is None, "once"
+    for how in ("sum", "stack"):
+        scalars = ScalarGather(how)
+        plan_outputs(losses, split, scalars)
+        assert scalars.take_note() is None
+
+
+def test_objects_that_hold_tensors_are_put_back_together():
+    cache = Cache(Layer(torch.ones(2)), Layer(torch.zeros(2), length=7))
+    spec, leaves = flatten({"cache": cache}, opens=is_taken_apart_by_attributes)
+    hash(spec)
+    again = unflatten(spec, leaves)["cache"]
+    assert type(again) is Cache
+    assert [vars(layer) for layer in again.layers] == [vars(layer) for layer in cache.layers]
+    assert leaf_paths(spec, "out")[:2] == [
+        "out['cache'].layers[0].keys",
+        "out['cache'].layers[1].keys",
+    ]
+    cache.layers[0].above = cache  # a cycle: not followed
+    _, leaves = flatten(cache, opens=is_taken_apart_by_attributes)
+    assert leaves[1] is cache
+
+
+def test_what_is_registered_with_torch_is_taken_apart():
+    values = torch.arange(6.0).view(2, 3).max(1)  # a torch.return_types.max
+    queue = collections.deque([torch.ones(1), "text"], maxlen=4)
+    spec, leaves = flatten((values, queue))
+    hash(spec)
+    assert [type(leaf) for leaf in leaves] == [torch.Tensor] * 3 + [str]
+    again_values, again_queue = unflatten(spec, leaves)
+    assert type(again_values) is type(values)
+    assert again_queue == queue
+    assert again_queue.maxlen == 4
+
+
+class Slotted:
+    __slots__ = ("x",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        7,
+        "text",
+        None,
+        Layer,
+        Layer("no tensor"),
+        Slotted(),
+        nn.Linear(2, 2),
+        torch.distributions.Normal(torch.zeros(2), torch.ones(2)),  # knows its shape
+        range(3),
+    ],
+)
+def test_other_objects_are_left_whole(value):
+    assert flatten([value], opens=is_taken_apart_by_attributes)[1] == [value]
+
+
+@pytest.mark.parametrize(
+    ("here", "there", "message"),
+    [
+        ([torch.ones(1)], torch.ones(1), r"outputs is a list of 1 in replica 0 and a single value"),
+        ({"a": (1, [2])}, {"a": (1, [])}, r"outputs\['a'\]\[1\] is a list of 1"),
+        ({"a": 1}, {"b": 1}, r"the keys 'a' in replica 0 and a dict with the keys 'b'"),
+        (Pair(None, 1), Pair(torch.ones(1), 1), r"outputs.one is a tensor in replica 1"),
+        (Pair(1, 2.0), Pair(1, 3.0), r"outputs.two is not a tensor.*2.0, 3.0. Return a tensor"),
+        (Pair(1, Layer("a")), Pair(1, Layer("b")), "register how a Layer is taken apart"),
+        (
+            Cache(Layer(torch.ones(2, 2))),
+            Cache(Layer(torch.ones(2, 3))),
+            r"outputs.layers\[0\].keys .*cannot be concatenated",
+        ),
+        (
+            nn.utils.rnn.pack_sequence([torch.ones(2)]),
+            nn.utils.rnn.pack_sequence([torch.ones(2)]),
+            "padded",
+        ),
+    ],
+)
+def test_outputs_that_do_not_fit_together_are_named(here, there, message):
+    with pytest.raises(PacelineError, match=message):
+        plan_outputs([returned(here), returned(there)], TWO_EACH, ScalarGather("mean"))
+
+
+def test_equal_values_beside_tensors():
+    for value in (float("nan"), [1, "a"], Layer("same"), np.arange(3), torch.float32):
+        check_same_structure([returned(copy.deepcopy(value)) for _ in range(3)])
+
+
+def test_numbers_in_objects_are_kept_and_must_be_equal():
+    seven, eight = torch.tensor(7), torch.tensor(8)
+    replicas = [returned(Layer(torch.ones(2), length=seven)) for _ in range(2)]
+    _, plan = plan_outputs(replicas, TWO_EACH, ScalarGather("mean"))
+    assert plan.kind is GatherKind.SAME
+    assert plan.gather([seven, seven.clone()]).item() == 7
+    with pytest.raises(ConfigError, match=r"outputs.length: 7, 8"):
+        plan.gather([seven, eight])
+
+
+def test_objects_made_of_samples_are_split_like_containers():
+    cache = Cache(Layer(torch.arange(4), empty=torch.ones(0)), Layer(torch.arange(4)))
+    split = split_inputs((torch.ones(4, 2), cache), 2, 0, {}, (Whole,))
+    shares = [split.share(index, 1) for index in range(len(split.leaves))]
+    assert unflatten(split.spec, shares)[1].layers[1].keys.tolist() == [2, 3]
+    table = Layer(torch.ones(3))  # not of samples
+    for inputs in ((torch.ones(4, 2), table), (torch.ones(4, 2), Whole(cache))):
+        split = split_inputs(inputs, 2, 0, {}, (Whole,))
+        assert split.share(1, 1) is (table if inputs[1] is table else cache)
+    split = split_inputs((cache,), 2, 0, {}, (Whole,))
+    assert split.sizes == [2, 2]
+
+
+def test_a_packed_sequence_is_refused_but_whole():
+    packed = nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(2)])
+    with pytest.raises(ConfigError, match="cannot split a PackedSequence"):
+        split_inputs((torch.ones(2), packed), 2, 0, {}, (Whole,))
+    split_inputs((torch.ones(2), Whole(packed)), 2, 0, {}, (Whole,))
 
 
 def test_changes_to_a_module_are_noticed():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from paceline.backend.host_engine import DTYPE_CODES
-from paceline.core.kernels import add_pieces, copy_pieces
+from paceline.core.kernels import add_pieces, copy_pieces, differing_pieces
 
 SHAPES = [(3,), (64, 64), (), (0,), (1000, 7)]
 
@@ -25,6 +25,17 @@ def test_copies():
     )
     for target, source in zip(targets, sources, strict=True):
         assert torch.equal(target, source)
+
+
+def test_finds_what_differs_by_its_bytes():
+    ones = [torch.full(shape, float("nan")) for shape in SHAPES]
+    others = [tensor.clone() for tensor in ones]
+    nbytes = array("Q", [tensor.nbytes for tensor in ones])
+    assert differing_pieces(addresses(ones), addresses(others), nbytes) == []
+    others[1][-1, -1] = 1.0
+    others[2].fill_(0.0)
+    assert differing_pieces(addresses(ones), addresses(others), nbytes) == [1, 2]
+    assert differing_pieces(array("Q"), array("Q"), array("Q")) == []
 
 
 @pytest.mark.parametrize("owners", [1, 2, 5])

@@ -5,20 +5,34 @@ from __future__ import annotations
 import dataclasses
 import os
 import signal
+import struct
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paceline.diagnostics.page_reader import find_pages, read_page
+from paceline.diagnostics.diagnosis import RankView, diagnose
+from paceline.diagnostics.page_reader import find_pages, parse_page, read_page
 from paceline.diagnostics.process_state import Activity, activity_of
+from paceline.diagnostics.rank_table import stall_page, table
 from paceline.diagnostics.stack_reader import main_stack, request_stacks
+from paceline.diagnostics.stall_watcher import StallWatch
 from paceline.errors import ConfigError
 from paceline.telemetry.recorder import Recorder, group_number
-from paceline.telemetry.status_page import PHASES, Field, Phase, WaitLabel
+from paceline.telemetry.status_page import (
+    CALL_AT,
+    MEMFD_NAME,
+    PAGE_BYTES,
+    PAGE_MAGIC,
+    PHASES,
+    Field,
+    Phase,
+    WaitLabel,
+)
 from paceline.telemetry.variables import stall_after_s
 
 JOB = f"job-of-test-{os.getpid()}"  # pages are found by everybody on the machine
@@ -92,6 +106,96 @@ def test_names_of_any_length_fit(names, members):
         assert page.call.kind == "all_reduce"
     finally:
         recorder.page.unshare()
+
+
+# -- pages that are not what they seem -------------------------------------------------------------
+
+
+@pytest.fixture
+def raw_page():
+    """A memory that is named as a page; returns a function that fills it."""
+    descriptor = os.memfd_create(MEMFD_NAME, os.MFD_CLOEXEC)
+
+    def write(content):
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, content, 0)
+
+    yield write
+    os.close(descriptor)
+
+
+def _with_fields(content, fields):
+    """A page of these bytes, but for the magic number, the owner and the fields given."""
+    page = bytearray(content[:PAGE_BYTES].ljust(PAGE_BYTES, b"\0"))
+    owner = {Field.MAGIC: PAGE_MAGIC, Field.PID: os.getpid(), Field.RANK: 0, Field.WORLD: 2}
+    for field, value in {**owner, **fields}.items():
+        struct.pack_into("<q", page, field * 8, value)
+    return bytes(page)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0", b"\0" * 100, b"\0" * PAGE_BYTES, b"\xff" * 50000])
+def test_a_page_that_is_not_ready_is_no_page(raw_page, content):
+    raw_page(content)
+    assert read_page(os.getpid()) is None
+    assert find_pages(JOB) == []
+
+
+def test_another_page_of_the_same_process_is_not_hidden(raw_page, recorder):
+    assert read_page(os.getpid()).rank == 3
+
+
+_FIELDS = st.dictionaries(
+    st.sampled_from([f for f in Field if f not in (Field.MAGIC, Field.PID, Field.STACKS_FD)]),
+    st.one_of(st.integers(-3, 10), st.integers(-(1 << 63), (1 << 63) - 1)),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.binary(max_size=400), st.binary(max_size=200), _FIELDS), max_size=3))
+def test_whatever_pages_hold_ranks_can_be_looked_at(contents):
+    """Also pages of another version, torn ones and those of somebody who means harm."""
+    views = []
+    for head, text, fields in contents:
+        filler = head.ljust(CALL_AT, b"\0") + text
+        page = parse_page(_with_fields(filler, fields))
+        assert parse_page(head) is None
+        if page is not None:
+            views.append(RankView(page.rank, page.pid, page, Activity.RUNNING))
+    now = time.monotonic_ns()
+    diagnosis = diagnose(views, now, 1)
+    if diagnosis is not None:
+        stall_page(diagnosis, views, {}, now)
+    table(views, now)
+
+
+def test_a_failed_look_does_not_end_the_watch():
+    reports, looks = [], []
+
+    def look():
+        looks.append(1)
+        if len(looks) < 4:
+            raise struct.error("half a page")
+        reported.set()
+        return []
+
+    reported = threading.Event()
+    watch = StallWatch(look, reports.append, 0.04)
+    watch.start()
+    try:
+        assert reported.wait(30)
+    finally:
+        watch.stop()
+    assert len(reports) == 1
+    assert "half a page" in reports[0]
+
+
+def test_a_page_that_names_a_file_as_its_stacks_does_not_cost_it(recorder, tmp_path):
+    with open(tmp_path / "weights", "w+") as file:
+        file.write("precious")
+        file.flush()
+        page = dataclasses.replace(read_page(os.getpid()), stacks_fd=file.fileno())
+        assert request_stacks(page) == []
+        assert (tmp_path / "weights").read_text() == "precious"
 
 
 def test_a_forked_child_neither_writes_nor_shows_the_page(recorder):
@@ -189,7 +293,7 @@ def test_the_stall_limit(text, seconds):
     assert stall_after_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["soon", "-1"])
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_an_invalid_stall_limit_is_refused(text):
     with pytest.raises(ConfigError, match="PACELINE_STALL_AFTER"):
         stall_after_s(text)

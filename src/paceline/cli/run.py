@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import importlib.util
+import math
 import os
 import pathlib
 import signal
 import sys
 import uuid
-from collections.abc import Callable
 
 from paceline._linux import adopt_orphans
 from paceline.errors import ConfigError, describe_exit
@@ -22,6 +22,7 @@ from paceline.launch.messages import (
 )
 from paceline.launch.output import Output
 from paceline.launch.resources import count_ranks, threads_for
+from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
 
@@ -55,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the output of rank 0 only (and every failure)",
     )
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS",
+        "--grace", default="30", metavar="SECONDS",
         help="time ranks get to end after Ctrl-C or SIGTERM before they are killed (default: 30)",
     )  # fmt: skip
     parser.add_argument(
@@ -82,15 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes.add_argument(
         "--nnodes",
-        type=int,
-        default=int(_torchrun("NNODES", "1")),
+        default=_torchrun("NNODES", "1"),
         metavar="N",
         help="number of hosts",
     )
     nodes.add_argument(
         "--node-rank",
         "--node_rank",
-        type=int,
+        default=_torchrun("NODE_RANK", ""),
         metavar="I",
         help="this host's number; 0 serves the rendezvous",
     )
@@ -118,26 +118,33 @@ def run(options: argparse.Namespace) -> int:
     _open_closed_streams()
     plan = _plan(options)
     adopt_orphans()
-    screen = _Screen()
+    screen = Screen()
     output = Output(
         plan.ranks,
         screen.write,
         colour=screen.colour,
         shown=frozenset({0}) if options.quiet_ranks else None,
         log_dir=options.log_dir,
+        has_room=screen.has_room,
     )
     supervisor = Supervisor(plan, output)
-    screen.on_broken_pipe = lambda: supervisor.ask_to_stop(signal.SIGPIPE)
+    screen.connect(
+        on_broken_pipe=lambda: supervisor.ask_to_stop(signal.SIGPIPE), on_room=supervisor.wake
+    )
     _pass_signals_to(supervisor)
     result = supervisor.run()
     if options.trace is not None:
         _write_timeline(options.trace, screen)
     code = _report_result(result, plan, output, screen)
     output.close()
+    is_shown = screen.flush(lambda: supervisor.stop_signal is not None)
+    if not is_shown and result.stopped_by is None and supervisor.stop_signal is not None:
+        # The job was over, and the launcher only waited for its reader.
+        return exit_code_for_shell(-supervisor.stop_signal)
     return code
 
 
-def _write_timeline(directory: pathlib.Path, screen: _Screen) -> None:
+def _write_timeline(directory: pathlib.Path, screen: Screen) -> None:
     """Also after a failure: then it shows what led there."""
     from paceline.diagnostics.report_page import write_report
 
@@ -167,12 +174,15 @@ def _plan(options: argparse.Namespace) -> Plan:
             "package.train)"
         )
     target, *arguments = command_line
-    if not options.module and not os.path.exists(target):
-        raise ConfigError(f"there is no file {target!r} in {os.getcwd()}")
     # As python does: the script's own directory, or with -m the current one, comes first.
-    first = os.getcwd() if options.module else os.path.dirname(os.path.realpath(target))
-    if not options.module and not os.path.isfile(target):
-        first = os.path.abspath(target)  # a directory with a __main__.py
+    if options.module:
+        first = _current_directory()
+        _check_module(target, first)
+    else:
+        _check_script(target)
+        first = os.path.dirname(os.path.realpath(target))
+        if os.path.isdir(target):
+            first = os.path.abspath(target)  # a directory with a __main__.py
     ranks = count_ranks(options.ranks)
     return Plan(
         work=Script(target, tuple(arguments), options.module),
@@ -189,13 +199,86 @@ def _plan(options: argparse.Namespace) -> Plan:
             **_trace_directory(options),
         },
         stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
-        grace_s=options.grace,
+        grace_s=_seconds("--grace", options.grace),
         owns_process=True,
     )
 
 
+def _check_script(target: str) -> None:
+    """Refuse here what would otherwise fail on every rank."""
+    if not os.path.exists(target):
+        raise ConfigError(f"there is no file {target!r} in {_current_directory()}")
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise ConfigError(
+            f"{target!r} should be a script but is a directory without a __main__.py; a package is "
+            "started with -m"
+        )
+    if not os.access(target, os.R_OK):
+        raise ConfigError(f"{target!r} should be a script but cannot be read: permission denied")
+
+
+def _check_module(name: str, first: str) -> None:
+    """As `_check_script`. Only the package is looked for: what is in it, it may make when it is
+    imported.
+    """
+    before, sys.path[:] = list(sys.path), [first, *_path_without_ours()]
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path[:] = before
+    if found is None:
+        raise ConfigError(
+            f"there is no module {name!r}, neither in {first} nor installed; a script is started "
+            "without -m"
+        )
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current directory cannot be used ({error.strerror}); change to another one"
+        ) from None
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{option} should be a number of seconds, 0 or more, but is {text!r}")
+    return seconds
+
+
+def _whole_number(option: str, text: str) -> int:
+    """An option's value, which may come from torchrun's variable for it."""
+    try:
+        return int(text)
+    except ValueError:
+        variable = f"PET_{option.lstrip('-').replace('-', '_').upper()}"
+        from_variable = f" ({variable})" if os.environ.get(variable) == text else ""
+        raise ConfigError(
+            f"{option}{from_variable} should be a whole number but is {text!r}"
+        ) from None
+
+
 def _trace_directory(options: argparse.Namespace) -> dict[str, str]:
-    return {} if options.trace is None else {TRACE: str(options.trace.resolve())}
+    from_variable = os.environ.get(TRACE)
+    directory = options.trace or (pathlib.Path(from_variable) if from_variable else None)
+    if directory is None:
+        return {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--trace ({TRACE}) should be a directory that can be written, but {error.filename!r} "
+            f"cannot: {error.strerror}"
+        ) from error
+    return {TRACE: str(directory.resolve())}
 
 
 def _path_without_ours() -> list[str]:
@@ -204,23 +287,26 @@ def _path_without_ours() -> list[str]:
 
 
 def _rendezvous_config(options: argparse.Namespace) -> RendezvousConfig:
-    if options.nnodes < 1:
-        raise ConfigError(f"--nnodes should be 1 or more but is {options.nnodes}")
-    if options.nnodes == 1:
+    nodes = _whole_number("--nnodes", options.nnodes)
+    if nodes < 1:
+        raise ConfigError(f"--nnodes should be 1 or more but is {nodes}")
+    node_rank = _whole_number("--node-rank", options.node_rank) if options.node_rank else None
+    if nodes == 1:
         return RendezvousConfig()
     if not options.rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the "
-            "hosts"
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts"
         )
-    node_rank = options.node_rank
-    if node_rank is None and (text := os.environ.get("PET_NODE_RANK")):
-        node_rank = int(text)
-    if node_rank is not None and not 0 <= node_rank < options.nnodes:
-        raise ConfigError(
-            f"--node-rank should be from 0 to {options.nnodes - 1} but is {node_rank}"
-        )
-    return RendezvousConfig(options.nnodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+    _check_endpoint(options.rdzv_endpoint)
+    if node_rank is not None and not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank should be from 0 to {nodes - 1} but is {node_rank}")
+    return RendezvousConfig(nodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+
+
+def _check_endpoint(text: str) -> None:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if colon and not (host and port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--rdzv-endpoint should be HOST:PORT but is {text!r}")
 
 
 def _pass_signals_to(supervisor: Supervisor) -> None:
@@ -230,32 +316,10 @@ def _pass_signals_to(supervisor: Supervisor) -> None:
             signal.signal(number, lambda number, frame: supervisor.ask_to_stop(number))
 
 
-class _Screen:
-    """Standard output and error, as far as they still exist."""
-
-    def __init__(self) -> None:
-        self.colour = os.isatty(1) and os.isatty(2) and "NO_COLOR" not in os.environ
-        self.on_broken_pipe: Callable[[], None] = lambda: None
-        self._gone: set[int] = set()
-
-    def write(self, stream: int, data: bytes) -> None:
-        while data and stream not in self._gone:
-            try:
-                data = data[os.write(stream, data) :]
-            except OSError as error:
-                # The terminal was closed, or `| head` has read enough.
-                self._gone.add(stream)
-                if error.errno == errno.EPIPE and stream == 1:
-                    self.on_broken_pipe()
-
-    def report(self, text: str) -> None:
-        self.write(2, f"paceline: {text}\n".encode(errors="replace"))
-
-
 # -- how it ended ----------------------------------------------------------------------------------
 
 
-def _report_result(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+def _report_result(result: JobResult, plan: Plan, output: Output, screen: Screen) -> int:
     """How the job ended: later failures in a line each, the first in full, then one sentence about
     it. Returns the exit code.
     """
@@ -269,7 +333,7 @@ def _report_result(result: JobResult, plan: Plan, output: Output, screen: _Scree
     return 0
 
 
-def _report_stop(result: JobResult, screen: _Screen) -> int:
+def _report_stop(result: JobResult, screen: Screen) -> int:
     number = result.stopped_by or 0
     if number == signal.SIGPIPE:
         return exit_code_for_shell(-signal.SIGPIPE)
@@ -288,7 +352,7 @@ def _all_succeeded(result: JobResult) -> bool:
     return len(result.succeeded) == len(result.reports)
 
 
-def _report_failure(result: JobResult, plan: Plan, output: Output, screen: _Screen) -> int:
+def _report_failure(result: JobResult, plan: Plan, output: Output, screen: Screen) -> int:
     first, *later = result.failures
     for other in reversed(later):
         screen.report(f"{_name(other, result)} failed later: {_reason(other)}")
@@ -299,7 +363,7 @@ def _report_failure(result: JobResult, plan: Plan, output: Output, screen: _Scre
     others = plan.ranks - 1
     stopped = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
     screen.report(f"{_name(first, result)} failed first: {_reason(first)}{stopped}")
-    return exit_code_for_shell(1 if first.exitcode is None else first.exitcode or 1)
+    return exit_code_for_shell(first.exitcode or 1)
 
 
 def _name(failure: Failure, result: JobResult) -> str:

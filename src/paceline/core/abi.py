@@ -33,7 +33,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -44,12 +44,11 @@ _LIBRARY = _HERE / "libpaceline_core.so"
 class Status:
     """`plc_status`."""
 
-    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
-        range(11)
-    )
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID = range(7)
+    SYSTEM, PENDING, SIZE, NESTED, DIVERGED = range(7, 12)
     NAMES = (
         *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
-        *("PENDING", "SIZE", "NESTED"),
+        *("PENDING", "SIZE", "NESTED", "DIVERGED"),
     )
 
 
@@ -67,7 +66,8 @@ class Kind:
         REDUCE_SCATTER,
         ALLTOALL,
         BUCKET,
-    ) = range(10)
+        ELSEWHERE,
+    ) = range(11)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -79,6 +79,7 @@ class Kind:
         "reduce_scatter",
         "all_to_all",
         "bucket",
+        "no call",
     )
 
 
@@ -275,6 +276,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
     "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
+    "plc_compare_pieces": (_U32, [_U32, _PTR, _PTR, _PTR, _PTR]),
     "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_update_arrays": (_I32, [C.POINTER(Update)]),
     "plc_update_with": (_I32, [C.c_char_p, C.POINTER(Update)]),

@@ -30,7 +30,6 @@ from paceline._linux import exit_code_of, is_running
 from paceline.errors import CollectiveTimeout, PacelineError, PeerLost, describe_exit
 
 __all__ = [
-    "ExchangeCancelled",
     "Store",
     "exchange",
     "format_ranks",
@@ -54,10 +53,6 @@ class Store(Protocol):
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
 
 
-class ExchangeCancelled(Exception):
-    """The key that cancels an exchange appeared before all ranks had come."""
-
-
 def exchange(
     store: Store,
     topic: str,
@@ -69,21 +64,19 @@ def exchange(
     pids: Mapping[int, int] | None = None,
     pid_in: Callable[[str], int | None] | None = None,
     describe_missing: Callable[[list[int]], str] | None = None,
-    cancel_key: str | None = None,
     prompt: bool = False,
 ) -> dict[int, str]:
     """Every rank's `value`. All of `ranks` call it with the same `topic`, which is used once.
 
     Ranks whose process is known - from `pids`, or because `pid_in` finds it in their value - are
     watched: if one ends before all have come, the others raise `PeerLost`. On the time limit raises
-    `CollectiveTimeout` with the text of `describe_missing(missing ranks)`. Raises
-    `ExchangeCancelled` if somebody sets `cancel_key` first. `prompt`: the others are about to call
-    it as well (see `wait_for_keys`).
+    `CollectiveTimeout` with the text of `describe_missing(missing ranks)`. `prompt`: the others are
+    about to call it as well (see `wait_for_keys`).
     """
     if len(ranks) == 1:
         return {rank: value}
     peers = _PeerProcesses(store, rank, pids or {}, pid_in, topic)
-    attempt = _Exchange(store, topic, rank, ranks, timeout, peers, cancel_key, prompt)
+    attempt = _Exchange(store, topic, rank, ranks, timeout, peers, prompt)
     with _store_loss_as_peer_lost(rank):
         outcome = attempt.run(value)
     if outcome.lost is not None:
@@ -225,13 +218,12 @@ class _Exchange:
         ranks: Sequence[int],
         timeout: timedelta,
         peers: _PeerProcesses,
-        cancel_key: str | None,
         prompt: bool,
     ) -> None:
         self._store, self._rank, self._ranks, self._peers = store, rank, ranks, peers
         self._keys = {other: f"{topic}/{other}" for other in ranks}
         self._outcome_key = f"{topic}/outcome"
-        self._cancel_key, self._prompt = cancel_key, prompt
+        self._prompt = prompt
         self._deadline = time.monotonic() + timeout.total_seconds()
 
     def run(self, value: str) -> _Outcome:
@@ -263,21 +255,16 @@ class _Exchange:
 
     def _wait(self, keys: list[str], deadline: float, watched: Sequence[int]) -> bool:
         def is_over() -> bool:
-            return self._is_cancelled() or self._peers.first_ended(watched) is not None
+            return self._peers.first_ended(watched) is not None
 
         return wait_for_keys(self._store, keys, deadline, is_over, prompt=self._prompt)
 
     def _failure(self, watched: Sequence[int]) -> _Outcome:
         """Why a wait was given up. If nobody is absent, the collector does not answer."""
-        if self._is_cancelled():
-            raise ExchangeCancelled
         if (ended := self._peers.first_ended(watched)) is not None:
             return _Outcome(lost=ended)
         absent = [rank for rank, key in self._keys.items() if not self._store.check([key])]
         return _Outcome(missing=absent or [self._ranks[0]])
-
-    def _is_cancelled(self) -> bool:
-        return self._cancel_key is not None and self._store.check([self._cancel_key])
 
 
 class _PeerProcesses:

@@ -15,10 +15,12 @@ import numpy as np
 from paceline.data.global_batch_sampler import GlobalBatchSampler
 from paceline.data.position import Position
 from paceline.data.received_batches import ReceivedBatch
+from paceline.data.rng import Int64s
 from paceline.data.seeding import sample_seeds
 from paceline.data.sharded_iterable import ShardedIterable
 
 __all__ = [
+    "BatchRange",
     "BatchRequest",
     "BatchRequests",
     "GlobalBatchRequests",
@@ -40,6 +42,16 @@ class BatchRequest:
     seeds: list[int] | None
     empty: bool = False
     received: ReceivedBatch | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class BatchRange:
+    """Samples `start` to `stop - 1` of a global batch, whichever rank's share they belong to."""
+
+    epoch: int
+    batch: int
+    start: int
+    stop: int
 
 
 class BatchRequests:
@@ -67,12 +79,17 @@ class GlobalBatchRequests(BatchRequests):
         super().__init__(sampler.position)
         self._sampler, self._seed = sampler, seed
 
+    def begin(self) -> tuple[int, int]:
+        self._sampler.check_same_rank()
+        return super().begin()
+
     def __iter__(self) -> Iterator[BatchRequest]:
         epoch, first = self.epoch, self.first
         for batch, indices in enumerate(self._sampler.batches(epoch, first), start=first):
             received = ReceivedBatch.of(self._sampler.share(batch))
             if indices:
-                yield BatchRequest(indices, self._seeds(epoch, batch, indices), received=received)
+                seeds = self._seeds(epoch, indices, self._sampler.order_positions(batch))
+                yield BatchRequest(indices, seeds, received=received)
             else:
                 # The first sample of the global batch serves as the example: it exists, and it is
                 # the same one at every world size.
@@ -80,13 +97,19 @@ class GlobalBatchRequests(BatchRequests):
                 seeds = None if self._seed is None else sample_seeds(self._seed, epoch, example)
                 yield BatchRequest(example, seeds, empty=True, received=received)
 
-    def _seeds(self, epoch: int, batch: int, indices: list[int]) -> list[int] | None:
+    def request(self, wanted: BatchRange) -> BatchRequest:
+        """The request for any range of a global batch, with the seeds its samples always have."""
+        indices = self._sampler.samples(wanted.epoch, wanted.batch, wanted.start, wanted.stop)
+        first = wanted.batch * self._sampler.batch_size
+        positions = np.arange(first + wanted.start, first + wanted.stop, dtype=np.int64)
+        return BatchRequest(indices, self._seeds(wanted.epoch, indices, positions))
+
+    def _seeds(self, epoch: int, indices: list[int], positions: Int64s) -> list[int] | None:
         if self._seed is None:
             return None
         # With replacement, the position in the order distinguishes repeated draws of a sample, so
         # that each is augmented differently.
-        repeats = self._sampler.repeats
-        draws = self._sampler.order_positions(batch).astype(np.uint64) if repeats else None
+        draws = positions.astype(np.uint64) if self._sampler.repeats else None
         return sample_seeds(self._seed, epoch, indices, draws)
 
 

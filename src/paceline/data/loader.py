@@ -4,6 +4,7 @@ prefetching.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -11,6 +12,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
+from paceline.data.argument_checks import check_flag, check_whole_number
 from paceline.data.batch_builder import (
     BuiltBatch,
     CollateSpec,
@@ -20,6 +22,8 @@ from paceline.data.batch_builder import (
     keep_batch,
 )
 from paceline.data.batch_requests import (
+    BatchRange,
+    BatchRequest,
     BatchRequests,
     GlobalBatchRequests,
     SamplerRequests,
@@ -35,7 +39,7 @@ from paceline.errors import ConfigError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase
 
-__all__ = ["DataLoader", "SupportsNoMoreData"]
+__all__ = ["DataLoader", "RangeLoader", "SupportsNoMoreData"]
 
 _T = TypeVar("_T")
 _LOADER = int(Phase.LOADER)
@@ -117,15 +121,19 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     ) -> None:
         self.device = resolve_device(device)
         self.model, self.optimizer = _check_model(model), optimizer
+        num_workers = check_whole_number("num_workers", num_workers)
+        shuffle = None if shuffle is None else check_flag("shuffle", shuffle)
+        seed = None if seed is None else check_seed(seed)
         # Without a sampler, batches are global: by a sampler for datasets with a length, by a
         # wrapper for those without. A sampler that was given is passed on to torch as it is.
         own_batches = sampler is None and batch_sampler is None and batch_size is not None
         source: Any = dataset
         if own_batches and not isinstance(source, ShardedIterable):
+            assert batch_size is not None
             if isinstance(source, IterableDataset):
                 source = ShardedIterable(
                     source,
-                    batch_size or 0,
+                    batch_size,
                     seed=seed or 0,
                     drop_last=drop_last,
                     rank=rank,
@@ -133,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
                 )
             else:
                 batch_sampler = GlobalBatchSampler(
-                    source, batch_size or 0, bool(shuffle), seed or 0, drop_last, rank, world_size
+                    source, batch_size, bool(shuffle), seed or 0, drop_last, rank, world_size
                 )
                 # How torch wants to hear that the batch sampler decides everything.
                 batch_size, shuffle, drop_last = 1, None, False
@@ -168,7 +176,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             in_order=in_order,
         )
         self.seed_samples, self.empty_batch = seed_samples, empty_batch
-        self._requests = self._make_requests(None if seed is None else check_seed(seed))
+        self._requests = self._make_requests(seed)
         self._inner: torch.utils.data.DataLoader[Any] | None = None
         self._source = BatchSource()
 
@@ -218,10 +226,28 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         """
         self._resumable().load_state_dict(state)
 
+    def range_loader(self, ranges: Iterable[BatchRange]) -> RangeLoader:
+        """Loads ranges of global batches instead of this rank's shares, each collated on its own.
+
+        `ranges` is iterated anew in every pass; the loader's own position does not move.
+
+        Raises:
+            ConfigError: there are no global batches, or their order is not kept.
+        """
+        sampler = self._resumable()
+        if not isinstance(self._requests, GlobalBatchRequests):
+            raise ConfigError(
+                f"{type(sampler).__name__} is a stream, of which no range can be loaded by itself: "
+                "use a dataset with a length"
+            )
+        return RangeLoader(self, self._requests, ranges)
+
+    def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches if self.device is None else prefetch_to_device(batches, self.device)
+
     def _pass(self, batches: Iterator[Any], epoch: int, first: int) -> Iterator[Any]:
         position = self._requests.position
-        if self.device is not None:
-            batches = prefetch_to_device(batches, self.device)
+        batches = self._on_device(batches)
         # The position moves when the training loop receives a batch. Workers and the device
         # prefetch run ahead of it, and what they have fetched is lost on a restart.
         self._source.begin()
@@ -258,20 +284,23 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     def _inner_loader(self) -> torch.utils.data.DataLoader[Any]:
         """torch's loader, which does the work. Its workers get one request for each batch."""
         # A new inner loader for each pass, unless workers shall stay: then they belong to it.
-        if self._inner is not None and self.persistent_workers:
-            return self._inner
+        if self._inner is None or not self.persistent_workers:
+            self._inner = self._new_inner_loader(self._requests)
+        return self._inner
+
+    def _new_inner_loader(
+        self, requests: Iterable[BatchRequest] | None
+    ) -> torch.utils.data.DataLoader[Any]:
         dataset: Any = self.dataset
-        requests: Any = None
         collate: Callable[[Any], Any] = keep_batch
         spec = CollateSpec(self.collate_fn, self.empty_batch)
         if isinstance(dataset, ShardedIterable):
-            dataset = StreamBatchBuilder(dataset, spec)
+            dataset, requests = StreamBatchBuilder(dataset, spec), None
         elif isinstance(dataset, IterableDataset):
-            collate = self.collate_fn
+            collate, requests = self.collate_fn, None
         else:
             dataset = MapBatchBuilder(dataset, spec, batched=self.batch_sampler is not None)
-            requests = self._requests
-        self._inner = torch.utils.data.DataLoader(
+        return torch.utils.data.DataLoader(
             dataset,
             sampler=requests,
             collate_fn=collate,
@@ -286,7 +315,6 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             persistent_workers=self.persistent_workers,
             in_order=self.in_order,
         )
-        return self._inner
 
     def _resumable(self) -> GlobalBatchSampler | ShardedIterable:
         if not self.in_order:
@@ -300,6 +328,34 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             f"the order of {type(self.sampler).__name__} cannot be resumed. Give the loader a "
             "dataset and a batch_size only, or a paceline.GlobalBatchSampler as batch_sampler"
         )
+
+
+class RangeLoader:
+    """Batches of any ranges of global batches, through the workers and the device prefetch of a
+    `DataLoader`.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], requests: GlobalBatchRequests, ranges: Iterable[BatchRange]
+    ) -> None:
+        self._loader, self._requests = loader, _RangeRequests(requests, ranges)
+        self._inner: torch.utils.data.DataLoader[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._inner is None or not self._loader.persistent_workers:
+            self._inner = self._loader._new_inner_loader(self._requests)
+        return _in_loader_phase(self._loader._on_device(iter(self._inner)))
+
+
+@dataclasses.dataclass(frozen=True)
+class _RangeRequests:
+    """The requests for some ranges, as often as there are passes."""
+
+    requests: GlobalBatchRequests
+    ranges: Iterable[BatchRange]
+
+    def __iter__(self) -> Iterator[BatchRequest]:
+        return map(self.requests.request, self.ranges)
 
 
 def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:

@@ -4,6 +4,7 @@ forwards it covers, and when it has finished.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -11,14 +12,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline._torch_internals import current_graph_task
+from paceline._torch_internals import autograd_context, current_graph_task
 from paceline.ddp.autograd_hooks import AutogradHooks, queue_callback
+from paceline.ddp.context_gradients import ContextGradients
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
+from paceline.ddp.reducer_compat import ReducerCompat
 from paceline.ddp.step import ForwardPass, Phase, Step
 from paceline.ddp.weighting import AverageRule, Basis, SampleCount, SampleWindow, combined
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, PacelineError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase as TrainingPhase
 
@@ -37,7 +40,7 @@ class StepActions:
     on_unequal_counts: Callable[[list[float]], None] | None = None
 
 
-class BackwardObserver:
+class BackwardObserver(ReducerCompat):
     """Tracks forwards and backwards of one model. Subclasses say what a backward means."""
 
     def __init__(
@@ -56,6 +59,7 @@ class BackwardObserver:
         self.forwards = ForwardTracker()
         self.window = SampleWindow()
         self.step: Step | None = None
+        self._next_backward_syncs = False  # whatever the forward it belongs to says
 
     @property
     def managed(self) -> Sequence[ManagedParameter]:
@@ -68,6 +72,10 @@ class BackwardObserver:
     def use_rule(self, rule: AverageRule) -> None:
         """From the next step on, average by this rule."""
         self.rule = rule
+
+    def renew_hooks(self) -> None:
+        """The parameters may have lost their hooks: give them others."""
+        self.hooks.remove()
 
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
@@ -94,7 +102,7 @@ class BackwardObserver:
         if self.step is None:
             self.hooks.remove_empty_tables()
             self._forget_arrivals()
-        forward = ForwardPass(self.forwards.sample_count, sync)
+        forward = ForwardPass(self.forwards.sample_count, sync, autograd_context())
         reachable = self.hooks.watch_outputs(tensors, forward)
         if (
             self.forwards.awaits_backward
@@ -104,6 +112,27 @@ class BackwardObserver:
         ):
             self.hooks.set_sentinels(forward)
         self.forwards.returned(forward, reachable=reachable)
+
+    def synchronise_next_backward(self) -> None:
+        """The next backward is averaged, whichever forward it belongs to, and whether that has
+        returned or is still running.
+        """
+        self.settle_dropped()
+        if self.step is None and self.tracks(sync=True):
+            self._forget_arrivals()
+            self._next_backward_syncs = True
+            # If it does not come by the outputs of a forward: that of the running one.
+            count, context = self.forwards.sample_count, autograd_context()
+            self.hooks.set_sentinels(ForwardPass(count, sync=True, context=context))
+
+    def tracks(self, sync: bool) -> bool:
+        """Whether a forward needs to be tracked at all."""
+        del sync
+        return True
+
+    def follow_plan(self) -> bool:
+        """Change to a better plan, where one has been made; true if there was one."""
+        return False
 
     @property
     def _is_learning(self) -> bool:
@@ -129,22 +158,27 @@ class BackwardObserver:
 
     def _arm(self, task: int, forward: ForwardPass) -> None:
         self.hooks.remove_sentinels()
-        phase = Phase.FILLING if forward.sync else Phase.ACCUMULATING
+        sync = forward.sync or self._next_backward_syncs
+        self._next_backward_syncs = False
+        phase = Phase.FILLING if sync else Phase.ACCUMULATING
         others = self.forwards.reached(forward)
         step = Step(phase, task=task, count=forward.count, keeps_graph=torch.is_grad_enabled())
         self.step = step
+        if forward.context is not None:
+            step.context_gradients = ContextGradients(forward.context, self.managed)
         recorder.phase(_BACKWARD)
         self._begin_step(step, is_one_of_several=bool(others))
         queue_callback(self, step.number)
         if not self.rule.by_ranks and (self.window.open or phase is Phase.ACCUMULATING):
             counts = (other.count for other in others)
             self.hooks.scale_by(self.window.preview(functools.reduce(combined, counts, step.count)))
-        if forward.sync:
+        if sync:
             self._prepare()
 
     def bypassed_outputs(self, forward: ForwardPass, gradient: torch.Tensor) -> torch.Tensor:
         """Backward arrived at a parameter before it came to an output of forward."""
-        if self.hooks.note_bypass() and not self._is_learning:
+        announced = self._next_backward_syncs
+        if not announced and self.hooks.note_bypass() and not self._is_learning:
             _logger.warning(
                 "%s: the loss was not computed from forward's outputs. Gradients of the previous "
                 "backward may not have been averaged; later ones will be. Return from forward "
@@ -161,7 +195,14 @@ class BackwardObserver:
             return
         self.hooks.remove_scaling()
         try:
-            self._finish_step(step)
+            arrived = step.context_gradients and step.context_gradients.arrived()
+            if arrived:
+                self._finish_in_context(step, arrived)
+            else:
+                self._finish_step(step)
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             self._end_step(step)
             if recorder.current == _BACKWARD:
@@ -181,6 +222,12 @@ class BackwardObserver:
 
     def settle_dropped(self) -> None:
         """If the last backward raised and the program went on, let that be known now."""
+        # What is raised to the program is its own business: peers that are gone are no error here.
+        with contextlib.suppress(PacelineError):
+            self.publish_dropped()
+
+    def publish_dropped(self) -> None:
+        """As `settle_dropped`, and raise if the peers are gone."""
 
     def abandon_step(self) -> None:
         """Forget the backward that is running and the samples counted so far."""
@@ -209,6 +256,12 @@ class BackwardObserver:
 
     def _finish_step(self, step: Step) -> None:
         raise NotImplementedError
+
+    def _finish_in_context(self, step: Step, arrived: dict[int, torch.Tensor]) -> None:
+        """The gradients of this backward are in a context of torch.distributed.autograd."""
+        assert step.context_gradients is not None
+        with step.context_gradients.in_place_of_grad(arrived):
+            self._finish_step(step)
 
     def _forget_arrivals(self) -> None:
         """What has arrived so far belongs to no backward."""

@@ -88,8 +88,16 @@ class BucketLayout:
             return SparseBucket(index, members, parameters)
         if self._transport.sums_in_place(parameters[0]):
             return InPlaceBucket(index, members[0], parameters[0], dtype)
-        allocate, fill = self._transport.allocate, self._transport.fill_function()
-        return DenseBucket(index, members, parameters, allocate, dtype, fill)
+        transport = self._transport
+        return DenseBucket(
+            index,
+            members,
+            parameters,
+            transport.allocate,
+            dtype,
+            transport.fill_function(),
+            transport.reallocate,
+        )
 
     def defer_always(self) -> None:
         """Nested backwards: a parameter may get several gradients in one backward."""

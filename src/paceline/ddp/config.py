@@ -19,6 +19,7 @@ __all__ = [
     "DelayedNames",
     "Policy",
     "bucket_limits",
+    "check_policy",
     "delayed_names",
     "refuse_unknown",
     "syncs_buffers",
@@ -66,8 +67,7 @@ class DDPConfig:
                 'the leading dimension of the input) or "ranks" (torch\'s plain average), got '
                 f"{self.average!r}"
             )
-        if self.on_error not in ("raise", "skip"):
-            raise ConfigError(f'on_error must be "raise" or "skip", got {self.on_error!r}')
+        check_policy(self.on_error)
 
     # ----------------------------------------------------------------------------- what follows
 
@@ -108,6 +108,13 @@ class DDPConfig:
             "mixed_precision": self.mixed_precision,
         }
         return {f"argument {name}": str(value) for name, value in chosen.items()}
+
+
+def check_policy(on_error: Policy) -> Policy:
+    """The policy, if it is one."""
+    if on_error not in ("raise", "skip"):
+        raise ConfigError(f'on_error must be "raise" or "skip", got {on_error!r}')
+    return on_error
 
 
 def refuse_unknown(unknown: Mapping[str, Any]) -> None:

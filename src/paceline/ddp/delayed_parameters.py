@@ -21,26 +21,30 @@ class DelayedParameters:
     def __init__(
         self, module: torch.nn.Module, names: DelayedNames, group: dist.ProcessGroup
     ) -> None:
-        self.parameters = [module.get_parameter(name) for name in names.names]
+        self.named = [(name, module.get_parameter(name)) for name in names.names]
+        self.parameters = [parameter for _, parameter in self.named]
         self._group = group
         self._buffer = torch.zeros(
             sum(parameter.numel() for parameter in self.parameters),
             device=self.parameters[0].device,
         )
-        pieces = torch.split(self._buffer, [parameter.numel() for parameter in self.parameters])
-        self._views = [
-            piece.view(parameter.shape)
-            for piece, parameter in zip(pieces, self.parameters, strict=True)
-        ]
+        self._lengths = [parameter.numel() for parameter in self.parameters]
         self._handle = module.get_parameter(names.trigger).register_hook(self._average)
         self._adopt_gradients()
 
     def _adopt_gradients(self) -> None:
-        """What has accumulated before goes on here."""
-        for parameter, view in zip(self.parameters, self._views, strict=True):
-            if parameter.grad is not None:
-                view.copy_(parameter.grad)
-                parameter.grad = view
+        """Gradients that lie elsewhere, because they accumulated before or a caller gave them other
+        memory, go on in the buffer.
+        """
+        places = torch.split(self._buffer, self._lengths)
+        moved = [
+            (parameter, parameter.grad.clone(), place.view(parameter.shape))
+            for parameter, place in zip(self.parameters, places, strict=True)
+            if parameter.grad is not None and not _lies_at(parameter.grad, place)
+        ]
+        for parameter, gradient, view in moved:
+            view.copy_(gradient)
+            parameter.grad = view
 
     def remove(self) -> None:
         """Leave the parameters to another of these."""
@@ -48,14 +52,19 @@ class DelayedParameters:
 
     def prepare_gradients(self) -> None:
         """Before a backward: gradients accumulate in the buffer."""
-        if all(parameter.grad is None for parameter in self.parameters):
-            self._buffer.zero_()
-        for parameter, view in zip(self.parameters, self._views, strict=True):
+        self._adopt_gradients()
+        places = torch.split(self._buffer, self._lengths)
+        for parameter, place in zip(self.parameters, places, strict=True):
             if parameter.grad is None:
-                view.zero_()
-                parameter.grad = view
+                parameter.grad = place.zero_().view(parameter.shape)
 
     def _average(self, gradient: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self._adopt_gradients()
         self._buffer.div_(self._group.size())
         all_reduce(self._group, self._buffer).wait()
         return gradient
+
+
+def _lies_at(gradient: torch.Tensor, place: torch.Tensor) -> bool:
+    return gradient.data_ptr() == place.data_ptr() and gradient.is_contiguous()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
+import torch.distributed as dist
 
 from paceline.ddp.signals import Signal
-from paceline.errors import StepError
+from paceline.errors import PacelineError, StepError
 
-__all__ = ["StepHistory", "failure_text", "step_error"]
+__all__ = ["StepHistory", "concerns_more_than_the_step", "failure_text", "step_error"]
 
 _UNKNOWN_ERROR = (
     "{where} raised an error. The program caught it, so its text is not known here; "
@@ -25,6 +26,7 @@ class StepHistory:
 
     __slots__ = (
         "absent",
+        "agreed_failures",
         "failures",
         "last_error",
         "last_sync_seconds",
@@ -36,7 +38,8 @@ class StepHistory:
     def __init__(self) -> None:
         self.steps = 0  # that were averaged
         self.absent: tuple[int, ...] = ()  # ranks that had no data in the last step
-        self.failures = 0  # steps this rank has reported as failed
+        self.failures = 0  # steps that ended in an error here
+        self.agreed_failures = 0  # those that every rank knows of, so that all can leave them out
         self.last_error = ""
         # What the last backward spent on synchronising after its own work was done.
         self.last_sync_seconds = 0.0
@@ -52,6 +55,9 @@ class StepHistory:
 
     def step_failed(self) -> None:
         self.failures += 1
+
+    def failure_agreed(self) -> None:
+        self.agreed_failures += 1
 
     def note_error(self, text: str) -> None:
         self.last_error = text
@@ -73,6 +79,40 @@ def failure_text(error: BaseException | None, where: str) -> str:
         [_UNKNOWN_ERROR.format(where=where)] if error is None else traceback.format_exception(error)
     )
     return "".join(callers + ending)
+
+
+def concerns_more_than_the_step(
+    error: BaseException, handled_before: BaseException | None = None
+) -> bool:
+    """Whether an error that passes through a step is not the step's own: the group is lost, ranks
+    disagree, the package is used wrongly, or the program is asked to end.
+
+    Looks at causes, contexts and exception groups too: a program may have wrapped the error.
+    `handled_before` was being handled when the step began, and is part of every context since.
+    """
+    involved = [
+        found for found in _all_involved(error, handled_before) if not isinstance(found, StepError)
+    ]
+    return any(
+        isinstance(found, PacelineError | dist.DistError) or not isinstance(found, Exception)
+        for found in involved
+    )
+
+
+def _all_involved(
+    error: BaseException, handled_before: BaseException | None
+) -> Iterator[BaseException]:
+    found: list[BaseException] = [error]
+    seen = {id(handled_before)}
+    while found:
+        current = found.pop()
+        if id(current) in seen:
+            continue
+        seen.add(id(current))
+        yield current
+        found += [other for other in (current.__cause__, current.__context__) if other is not None]
+        if isinstance(current, BaseExceptionGroup):
+            found += current.exceptions
 
 
 def step_error(rank: int, signals: Sequence[Signal], texts: Sequence[str]) -> StepError:

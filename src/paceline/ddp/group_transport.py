@@ -22,7 +22,7 @@ from paceline.ddp.buckets.base import Waitable
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.signals import SIGNAL_WIDTH, Signal
 from paceline.ddp.transport import Transport
-from paceline.errors import PacelineError, PeerLost
+from paceline.errors import CollectiveTimeout, PacelineError, PeerLost
 
 __all__ = ["GroupTransport"]
 
@@ -118,6 +118,13 @@ class GroupTransport(Transport):
                     "status 0 it had fewer steps than this rank: a rank that runs out of data "
                     f"calls no_more_data(). {type(error).__name__}: {error}"
                 )
+            if lost is None and not isinstance(error, PacelineError) and _is_timeout(error):
+                raise CollectiveTimeout(
+                    f"rank {self.rank} reached the timeout of its group while it waited for the "
+                    "other ranks. Give a late rank more time (`timeout=` of init_process_group) or "
+                    "see where it is stuck: all ranks must make the same calls in the same order. "
+                    f"{type(error).__name__}: {error}"
+                ) from error
             if lost is None:
                 raise
             raise lost from error
@@ -151,3 +158,8 @@ def _is_lost_connection(error: RuntimeError) -> bool:
         phrase in message
         for phrase in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     )
+
+
+def _is_timeout(error: RuntimeError) -> bool:
+    """In Gloo's words."""
+    return "Timed out waiting" in str(error)

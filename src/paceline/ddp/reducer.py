@@ -18,7 +18,6 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import sys
 import time
@@ -27,7 +26,7 @@ from typing import NoReturn
 
 import torch
 
-from paceline._torch_internals import current_graph_task
+from paceline._torch_internals import current_graph_task, in_distributed_backward
 from paceline.ddp.backward_observer import BackwardObserver, StepActions
 from paceline.ddp.bucket_layout import BucketLayout
 from paceline.ddp.bucket_telemetry import BucketTelemetry
@@ -37,11 +36,17 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, common_call, refuse_half_stated
+from paceline.ddp.signals import (
+    Call,
+    Signal,
+    calls_mismatch,
+    common_call,
+    refuse_half_stated,
+)
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -50,7 +55,7 @@ __all__ = ["Reducer"]
 
 _OTHER = int(TrainingPhase.OTHER)
 _SYNCS = int(Field.SYNCS)
-_NON_FINITE_SHOWN = 10
+_NAMES_SHOWN = 10
 
 
 class Reducer(BackwardObserver):
@@ -107,11 +112,6 @@ class Reducer(BackwardObserver):
     def _is_learning(self) -> bool:
         return self._layout.is_learning
 
-    def tracks(self, sync: bool) -> bool:
-        """Whether a forward needs to be tracked at all."""
-        del sync
-        return True
-
     def _name_buckets(self) -> None:
         names = [managed.name for managed in self.managed]
         members = self.transport.members
@@ -123,13 +123,21 @@ class Reducer(BackwardObserver):
         """
         if not self._layout.has_next_plan or self.step is not None:
             return False
-        self.hooks.remove()
+        self.renew_hooks()
         self._layout.follow_next_plan()
         if self.transport.reduces_at_end:
             self.hooks.hook_few_parameters()
-        self._lacks_hooks = True
         self._name_buckets()
         return True
+
+    @property
+    def relies_on_hooks(self) -> bool:
+        """Gradients show by hooks that they have arrived, not only by themselves."""
+        return not self.transport.reduces_at_end
+
+    def renew_hooks(self) -> None:
+        self.hooks.remove()
+        self._lacks_hooks = True
 
     def remove_hooks(self) -> None:
         super().remove_hooks()
@@ -152,22 +160,42 @@ class Reducer(BackwardObserver):
     # ------------------------------------------------------------------- forward
 
     def track_outputs(self, tensors: Sequence[torch.Tensor], sync: bool) -> None:
+        self._install_hooks()
+        super().track_outputs(tensors, sync)
+
+    def synchronise_next_backward(self) -> None:
+        self.follow_plan()  # as before a forward: the backward may belong to none
+        self._install_hooks()
+        super().synchronise_next_backward()
+
+    def _install_hooks(self) -> None:
         if self._lacks_hooks:
             self._lacks_hooks = False
             self.hooks.install(self._layout.buckets, self._layout.sent_early)
-        super().track_outputs(tensors, sync)
 
-    def exchange_signals(self, signal: Signal) -> list[Signal]:
-        """Exchange signals outside backward. Raises if a peer has failed."""
+    def exchange_signals(self, signal: Signal, detail: str = "") -> list[Signal]:
+        """Exchange signals outside backward. Raises if a peer has failed, or does something else;
+        it then gets to read `detail`.
+        """
         self._telemetry.enter_forward_wait(self.history.steps)
         try:
             self.transport.post(signal)
             signals = self.transport.signals()
-            self._check(signals)
+            self._check(signals, detail)
             self.transport.complete()
+        except BaseException:
+            self.history.step_failed()
+            raise
         finally:
             recorder.leave()
         return signals
+
+    def agree_on_new_plan(self, changes: Sequence[str]) -> list[Signal]:
+        """Other buckets are about to replace these on all ranks. Raises on every rank if one of
+        them does something else.
+        """
+        self.follow_plan()  # as peers did before their forward, if that is what they are doing
+        return self.exchange_signals(Signal(Call.REPLAN), "; ".join(changes))
 
     def _forget_arrivals(self) -> None:
         self.hooks.forget_arrivals(self._layout.buckets)
@@ -191,7 +219,13 @@ class Reducer(BackwardObserver):
         )
 
     def _prepare(self) -> None:
-        for bucket in self._layout.buckets:
+        buckets = self._layout.buckets
+        # A caller may have put one bucket's gradient where another's belongs. All step aside before
+        # the first is filled.
+        if len(buckets) > 1:
+            for bucket in buckets:
+                bucket.restore_views()
+        for bucket in buckets:
             bucket.prepare()
 
     def copy_in(self, index: int, position: int) -> None:
@@ -347,7 +381,7 @@ class Reducer(BackwardObserver):
             for index, parameter in zip(bucket.members, bucket.parameters, strict=True)
             if not _is_finite(parameter.grad)
         ]
-        return f"non-finite gradient of {', '.join(names[:_NON_FINITE_SHOWN])}\n"
+        return f"non-finite gradient of {', '.join(names[:_NAMES_SHOWN])}\n"
 
     # ------------------------------------------------------------------- end of backward
 
@@ -355,6 +389,12 @@ class Reducer(BackwardObserver):
         if not self._anything_arrived(step):
             # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was
             # touched.
+            if step.context_gradients is None and in_distributed_backward():
+                raise ConfigError(
+                    f"forward of {self.label} ran outside of the context in which its backward "
+                    "runs, so its gradients cannot be found and averaged. Call it inside `with "
+                    "torch.distributed.autograd.context() as context_id:`, too."
+                )
             return
         if step.phase is Phase.ACCUMULATING:
             step.count_samples(self.window)
@@ -366,6 +406,27 @@ class Reducer(BackwardObserver):
         with torch.no_grad():
             self._synchronise(step)
         self.history.note_sync(time.perf_counter() - start)
+
+    def _finish_in_context(self, step: Step, arrived: dict[int, torch.Tensor]) -> None:
+        self.hooks.arrived[:] = list(arrived)
+        for bucket in self._layout.buckets:
+            bucket.fired[:] = [i for i, index in enumerate(bucket.members) if index in arrived]
+        super()._finish_in_context(step, arrived)
+        counts = self.history.used_counts
+        if step.synchronised and counts is not None:
+            self._refuse_partial_use(counts)
+
+    def _refuse_partial_use(self, counts: torch.Tensor) -> None:
+        """A context takes gradients from autograd only: where a parameter has none, the average
+        cannot be put. All ranks have the same counts, so all raise.
+        """
+        partly = ((counts > 0) & (counts < self.transport.world)).nonzero().flatten().tolist()
+        if partly:
+            names = ", ".join(self.managed[index].name for index in partly[:_NAMES_SHOWN])
+            raise MismatchError(
+                f"{names}: used on some ranks only. Where gradients are in a context of "
+                "torch.distributed.autograd, every rank has to use the same parameters."
+            )
 
     def _anything_arrived(self, step: Step) -> bool:
         if self.hooks.hooks_every_parameter or step.cursor:
@@ -506,12 +567,12 @@ class Reducer(BackwardObserver):
         finally:
             recorder.leave()
         self._check(signals)
-        call = common_call(signals, self.label)
+        call = common_call(signals)
         if call is Call.BACKWARD:
             self._participate_in_backward(signals)
         else:
             self.transport.complete()
-            if call is Call.FORWARD:
+            if call is not Call.ANSWER:
                 on_forward(signals)
         return signals
 
@@ -539,15 +600,19 @@ class Reducer(BackwardObserver):
 
     # ------------------------------------------------------------------- failures
 
-    def _check(self, signals: Sequence[Signal]) -> None:
-        """Everybody sees the same signals, so everybody raises or nobody does."""
+    def _check(self, signals: Sequence[Signal], detail: str = "") -> None:
+        """Everybody sees the same signals, so everybody raises or nobody does. If they do different
+        things, `detail` is what the peers get to read about this rank's.
+        """
         first = signals[0]
         if not first.failed and signals.count(first) == len(signals):
             return
         if any(signal.failed for signal in signals):
             self._raise_failure(signals)
+        if common_call(signals) is None:
+            step = self.step or Step(Phase.EXCHANGING)
+            raise calls_mismatch(signals, self.label, self._end_together(step, signals, detail))
         try:
-            common_call(signals, self.label)
             refuse_half_stated(signals, self.label)
         except MismatchError:
             self.abandon_step()
@@ -555,11 +620,14 @@ class Reducer(BackwardObserver):
         self._notice_unequal_counts(signals)
 
     def _raise_failure(self, signals: Sequence[Signal]) -> NoReturn:
-        texts = self._share_failure(self.step or Step(Phase.EXCHANGING), signals)
+        step = self.step or Step(Phase.EXCHANGING)
+        texts = self._end_together(step, signals, step.failure_text or "")
         raise step_error(self.transport.rank, signals, texts)
 
-    def _share_failure(self, step: Step, signals: Sequence[Signal]) -> list[str]:
-        """End the step on all ranks and exchange what went wrong: every rank's text."""
+    def _end_together(self, step: Step, signals: Sequence[Signal], text: str) -> list[str]:
+        """End a step that cannot count on all ranks, and exchange what went wrong: every rank's
+        text.
+        """
         transport = self.transport
         if transport.state is not TransportState.IDLE:
             if not transport.needs_signals_first and any(
@@ -571,8 +639,9 @@ class Reducer(BackwardObserver):
                 with torch.no_grad():
                     self._send_nothing(step)
             transport.complete()
-        texts = transport.all_gather_text(step.failure_text or "")
+        texts = transport.all_gather_text(text)
         self.history.note_error("\n".join(filter(None, texts)))
+        self.history.failure_agreed()
         self.abandon_step()
         return texts
 
@@ -580,11 +649,11 @@ class Reducer(BackwardObserver):
         """This rank cannot finish its step: take part in what is left of it, contributing nothing,
         and publish why.
         """
-        if isinstance(error, PacelineError):
+        self.history.step_failed()
+        if isinstance(error, PacelineError) and not isinstance(error, StepError):
             self.abandon_step()
             return
         text = failure_text(error, where)
-        self.history.step_failed()
         step = self.step
         if step is not None and self.transport.state is not TransportState.IDLE:
             step.fail(text)
@@ -596,7 +665,7 @@ class Reducer(BackwardObserver):
             step.fail(text)
             self.transport.post(Signal(Call.ANSWER, failed=True))
             signals = self.transport.signals()
-        self._share_failure(step, signals)
+        self._end_together(step, signals, text)
 
     def _complete_with_nothing(self, step: Step) -> list[Signal]:
         with torch.no_grad():
@@ -606,7 +675,7 @@ class Reducer(BackwardObserver):
         self._set_weights(step, self.transport.signals())
         return self.transport.complete()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         """If the last backward raised and the program went on, publish that now: peers wait for it.
 
         An error that nobody catches needs no help: it ends the process, and the failure channel
@@ -615,11 +684,11 @@ class Reducer(BackwardObserver):
         step = self.step
         if step is None or (step.phase is not Phase.DROPPED and current_graph_task() >= 0):
             return
-        # What is raised to the program is its own business: peers that are gone are no error here.
-        with contextlib.suppress(PacelineError):
+        try:
             self.fail(sys.exception(), "backward")
-        if self.step is step:
-            self.abandon_step()
+        finally:
+            if self.step is step:
+                self.abandon_step()
 
     def _notice_unequal_counts(self, signals: Sequence[Signal]) -> None:
         """Inputs of different leading dimensions, which may or may not be numbers of samples."""

@@ -43,8 +43,10 @@ class SingleRank(BackwardObserver):
     def fail(self, error: BaseException | None, where: str) -> None:
         """Nobody waits: this rank's error is all there is."""
         del error, where
+        self.history.step_failed()
+        self.history.failure_agreed()
         self.abandon_step()
 
-    def settle_dropped(self) -> None:
+    def publish_dropped(self) -> None:
         if self.step is not None and self.step.phase is Phase.DROPPED:
-            self.abandon_step()
+            self.fail(None, "backward")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.single_rank import SingleRank
 from paceline.errors import ConfigError
 
-__all__ = ["TorchCompat"]
+__all__ = ["LoggerCompat", "LoggingData", "TorchCompat"]
 
 
 class TorchCompat:
@@ -255,13 +255,44 @@ class TorchCompat:
             "error": history.last_error,
         }
 
+    @property
+    def logger(self) -> LoggerCompat:
+        return LoggerCompat(self)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.was_replanned
+
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         if sample_rate < 1:
             raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _check_reducer_finalized(self) -> None:
-        if self.reducer.in_backward:
-            raise RuntimeError(
-                f"rank {self.process_group.rank()}: the previous backward did not finish, so its "
-                "gradients are not averaged; rerun the step"
-            )
+        self.reducer._check_reducer_finalized()
+
+
+class LoggingData(NamedTuple):
+    """What torch's logger returns."""
+
+    strs_map: dict[str, str]
+    ints_map: dict[str, int]
+
+
+class LoggerCompat:
+    """Torch's private logger, as far as others call it."""
+
+    def __init__(self, model: TorchCompat) -> None:
+        self._model = model
+
+    def _get_ddp_logging_data(self) -> LoggingData:
+        data = self._model._get_ddp_logging_data()
+        return LoggingData(
+            {name: value for name, value in data.items() if isinstance(value, str)},
+            {name: value for name, value in data.items() if isinstance(value, int)},
+        )
+
+    def set_error_and_log(self, text: str) -> None:
+        self._model._history.note_error(text)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """Nothing has to be asked for: steps are always recorded, see `paceline.diagnostics`."""

@@ -195,6 +195,11 @@ class Transport(abc.ABC):
         """Memory for a bucket, as bytes; None if there is no more than it has already."""
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
+    def reallocate(self, address: int, nbytes: int, device: torch.device) -> torch.Tensor | None:
+        """Memory for a bucket whose own, at this address, was moved away or freed by a caller."""
+        del address
+        return self.allocate(nbytes, device)
+
     def forget_buckets(self) -> None:  # noqa: B027 - most transports keep nothing
         """The buckets so far are replaced by others."""
 

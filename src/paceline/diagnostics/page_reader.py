@@ -4,6 +4,9 @@ The owner of a page never waits for its readers. A reader therefore copies the p
 copy during which SEQUENCE was even and did not change: then nothing was written meanwhile. If the
 owner was stopped while it was writing, no such copy will ever come; after many attempts any copy is
 taken, for a stopped rank is just what a reader wants to know about.
+
+Nothing that a page may hold is an error here. A process that has only begun to make its page, or
+whose page is another version's, has none.
 """
 
 from __future__ import annotations
@@ -33,9 +36,10 @@ from paceline.telemetry.status_page import (
     sync_point_at,
 )
 
-__all__ = ["Call", "StatusPage", "SyncPoint", "find_pages", "read_page"]
+__all__ = ["Call", "StatusPage", "SyncPoint", "find_pages", "parse_page", "read_page"]
 
 _READ_ATTEMPTS = 200
+_PHASES = frozenset(Phase)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,16 +130,16 @@ class StatusPage:
 
 
 def read_page(pid: int) -> StatusPage | None:
-    """The page of a process; None if it has none, is gone, or belongs to another user."""
-    descriptor = _open_page(pid)
-    if descriptor is None:
-        return None
-    try:
-        page = _parse(_consistent_copy(descriptor))
-    finally:
-        os.close(descriptor)
-    # A child that was forked from a rank may still hold its parent's page.
-    return page if page is not None and page.pid == pid else None
+    """The page of a process; None if it has none yet, is gone, or belongs to another user."""
+    for descriptor in _open_pages(pid):
+        try:
+            page = parse_page(_consistent_copy(descriptor))
+        finally:
+            os.close(descriptor)
+        # A child that was forked from a rank may still hold its parent's page.
+        if page is not None and page.pid == pid:
+            return page
+    return None
 
 
 def find_pages(job: str | None = None) -> list[StatusPage]:
@@ -156,21 +160,25 @@ def _own_processes() -> Iterator[int]:
                 yield pid
 
 
-def _open_page(pid: int) -> int | None:
+def _open_pages(pid: int) -> Iterator[int]:
+    """Everything the process has open that is named as a page."""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{MEMFD_NAME}"):
-                    return os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
-    return None
+                    yield os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _consistent_copy(descriptor: int) -> bytes:
-    """A copy taken while the owner was not writing; after many attempts, any copy."""
+    """A copy taken while the owner was not writing; after many attempts, any copy. Shorter than a
+    page if the owner has only begun to make it.
+    """
     copy = b""
     for _ in range(_READ_ATTEMPTS):
         before = os.pread(descriptor, 16, 0)
         copy = os.pread(descriptor, PAGE_BYTES, 0)
+        if len(copy) < PAGE_BYTES:
+            break
         unchanged = before == copy[:16] == os.pread(descriptor, 16, 0)
         if unchanged and _field(copy, Field.SEQUENCE) % 2 == 0:
             break
@@ -183,10 +191,13 @@ def _field(copy: bytes, field: Field) -> int:
     return int(value)
 
 
-def _parse(copy: bytes) -> StatusPage | None:
+def parse_page(copy: bytes) -> StatusPage | None:
+    """What a copy of a page says; None if it is no page, or not a complete one."""
     if len(copy) < PAGE_BYTES or _field(copy, Field.MAGIC) != PAGE_MAGIC:
         return None
     values = {field: _field(copy, field) for field in Field}
+    if not 0 <= values[Field.RANK] < values[Field.WORLD] or values[Field.PHASE] not in _PHASES:
+        return None
     return StatusPage(
         pid=values[Field.PID],
         rank=values[Field.RANK],
@@ -222,14 +233,14 @@ def _call(copy: bytes, values: dict[Field, int]) -> Call | None:
     if values[Field.CALL_SINCE] == 0:
         return None
     text = copy[CALL_AT : CALL_AT + values[Field.CALL_TEXT_BYTES]].decode(errors="replace")
-    # A long text was cut off at the end of its room.
+    # A long text was cut off at the end of its room; one of a stopped rank may be half written.
     kind, group, members, names = (text.split("\t", 3) + [""] * 4)[:4]
     return Call(
         kind=kind,
         group=group,
         group_number=values[Field.CALL_GROUP],
         number=values[Field.CALL_NUMBER],
-        members=tuple(int(rank) for rank in members.split(",") if rank),
+        members=tuple(int(rank) for rank in members.split(",") if rank.isdecimal()),
         since_ns=values[Field.CALL_SINCE],
         bucket=values[Field.CALL_BUCKET],
         names=names,

@@ -19,17 +19,22 @@ import time
 
 from paceline._linux import catches_signal, open_descriptor_of, read_stat
 from paceline.diagnostics.page_reader import StatusPage
-from paceline.telemetry.stack_dump import DUMP_SIGNAL
+from paceline.telemetry.stack_dump import DUMP_MEMFD_NAME, DUMP_SIGNAL
 
-__all__ = ["Frame", "Stack", "main_stack", "request_stacks"]
+__all__ = ["Frame", "Stack", "main_stack", "parse_stacks", "request_stacks"]
 
 _ANSWER_S = 1.0
 _QUIET_S = 0.03
 _THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
 _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
+_ESCAPE = re.compile(r"\\x([0-9a-f]{2})|\\u([0-9a-f]{4})|\\U([0-9a-f]{8})")
 _PY_SPY_FRAME = re.compile(r"^    (.*?) \((.*):(\d+)\)$")
 _PACELINE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _STANDARD_LIBRARY = os.path.dirname(os.__file__) + os.sep
+# Those of ranks that run in another environment than whoever looks at them: `paceline ps`.
+_OTHER_PACELINE = re.compile(r"/(?:site-packages|dist-packages|src)/paceline/")
+_OTHER_STANDARD_LIBRARY = re.compile(r"/lib(?:64)?/python3\.\d+t?/")
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +53,24 @@ class Frame:
     @property
     def in_library(self) -> bool:
         """Whether this is code of Paceline, the standard library or an installed package."""
-        libraries = (_PACELINE, _STANDARD_LIBRARY, "<")
-        return self.file.startswith(libraries) or "site-packages" in self.file
+        return self.starts_programs or self._is_installed
+
+    @property
+    def starts_programs(self) -> bool:
+        """Whether this is code of Paceline, the interpreter or the standard library: where every
+        stack begins, before the program's first line.
+        """
+        if self.file.startswith((_PACELINE, "<")) or _OTHER_PACELINE.search(self.file):
+            return True
+        is_standard = (
+            self.file.startswith(_STANDARD_LIBRARY)
+            or _OTHER_STANDARD_LIBRARY.search(self.file) is not None
+        )
+        return is_standard and not self._is_installed
+
+    @property
+    def _is_installed(self) -> bool:
+        return not _INSTALLED.isdisjoint(self.file.split(os.sep))
 
     def describe(self) -> str:
         """ "train.py:24 in read: time.sleep(delay)"."""
@@ -66,11 +87,26 @@ class Stack:
 
     @property
     def innermost(self) -> Frame | None:
-        """Where the user's code is: the innermost frame outside libraries, if there is one."""
-        for frame in self.frames:
-            if not frame.in_library:
-                return frame
+        """Where the user's code is: its innermost frame, if there is one."""
+        own = self._own()
+        if own:
+            return self.frames[own[0]]
         return self.frames[0] if self.frames else None
+
+    def _own(self) -> list[int]:
+        """Which frames are the user's code, the innermost first."""
+        own = [index for index, frame in enumerate(self.frames) if not frame.in_library]
+        if own:
+            return own
+        # The program itself is installed: `python -m package.train`. Its own package is the user's
+        # code then.
+        program = [frame for frame in self.frames if not frame.starts_programs]
+        package = _package_of(program[-1].file) if program else None
+        return [
+            index
+            for index, frame in enumerate(self.frames)
+            if package is not None and _package_of(frame.file) == package
+        ]
 
     def format(self) -> str:
         """As Python prints a traceback: the innermost call last."""
@@ -85,14 +121,23 @@ class Stack:
 
     def _depth_in_libraries(self) -> int:
         """How many frames inside the user's innermost call to hide: all but what it called."""
-        own = [index for index, frame in enumerate(self.frames) if not frame.in_library]
+        own = self._own()
         return max(0, own[0] - 1) if own else 0
 
     def _shown(self) -> list[Frame]:
         """From the user's first line on, outermost first."""
-        frames = list(reversed(self.frames[self._depth_in_libraries() :]))
-        own = [index for index, frame in enumerate(frames) if not frame.in_library]
-        return frames[own[0] :] if own else frames
+        own = self._own()
+        outermost = own[-1] if own else len(self.frames) - 1
+        return list(reversed(self.frames[self._depth_in_libraries() : outermost + 1]))
+
+
+def _package_of(file: str) -> str:
+    """The installed package, or single module, that a file belongs to; else its directory."""
+    parts = file.split(os.sep)
+    for index, part in enumerate(parts[:-1]):
+        if part in _INSTALLED:
+            return os.sep.join(parts[: index + 2])
+    return os.path.dirname(file)
 
 
 def request_stacks(page: StatusPage) -> list[Stack]:
@@ -100,16 +145,26 @@ def request_stacks(page: StatusPage) -> list[Stack]:
     stat = read_stat(page.pid)
     if stat is not None and not stat.is_stopped and catches_signal(page.pid, DUMP_SIGNAL):
         with contextlib.suppress(OSError):
-            descriptor = open_descriptor_of(page.pid, page.stacks_fd)
+            descriptor = _open_dump(page)
             try:
                 os.ftruncate(descriptor, 0)
                 os.kill(page.pid, DUMP_SIGNAL)
-                stacks = _parse(_read_answer(descriptor))
+                stacks = parse_stacks(_read_answer(descriptor))
             finally:
                 os.close(descriptor)
             if stacks:
                 return stacks
     return _ask_py_spy(page)
+
+
+def _open_dump(page: StatusPage) -> int:
+    """The memory a rank dumps its stacks to. Checked by its name, because it will be emptied: a
+    page that is not what it seems must not cost its owner a file.
+    """
+    name = os.readlink(f"/proc/{page.pid}/fd/{page.stacks_fd}")
+    if not name.startswith(f"/memfd:{DUMP_MEMFD_NAME}"):
+        raise FileNotFoundError(f"descriptor {page.stacks_fd} of {page.pid} is {name}")
+    return open_descriptor_of(page.pid, page.stacks_fd)
 
 
 def main_stack(stacks: list[Stack], page: StatusPage) -> Stack | None:
@@ -134,7 +189,8 @@ def _read_answer(descriptor: int) -> str:
     return os.pread(descriptor, 1 << 20, 0).decode(errors="replace")
 
 
-def _parse(text: str) -> list[Stack]:
+def parse_stacks(text: str) -> list[Stack]:
+    """What faulthandler has written."""
     stacks: list[Stack] = []
     frames: list[Frame] = []
     thread = 0
@@ -144,8 +200,14 @@ def _parse(text: str) -> list[Stack]:
                 stacks.append(Stack(thread, tuple(frames)))
             thread, frames = int(heading[1], 16), []
         elif frame := _FRAME.match(line):
-            frames.append(Frame(frame[1], int(frame[2]) if frame[2].isdigit() else 0, frame[3]))
+            line_number = int(frame[2]) if frame[2].isdigit() else 0
+            frames.append(Frame(_unescape(frame[1]), line_number, _unescape(frame[3])))
     return stacks
+
+
+def _unescape(text: str) -> str:
+    """faulthandler writes characters beyond ASCII as their numbers: `jos\\xe9`."""
+    return _ESCAPE.sub(lambda match: chr(int(match[match.lastindex or 1], 16)), text)
 
 
 def _ask_py_spy(page: StatusPage) -> list[Stack]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import threading
@@ -55,6 +56,9 @@ class StallWatch:
 
     Where there is no launcher, every rank runs such a thread and one of them is on duty: `on_duty`
     answers that, and `mark_reported` lets the others know what has been reported.
+
+    No look ends the watch: a rank may be starting, ending or broken in whatever way, and the next
+    look may be the one that matters. The first look that fails is reported.
     """
 
     def __init__(
@@ -74,6 +78,7 @@ class StallWatch:
         self._stop = threading.Event()
         # The stall that was reported and is not over yet.
         self._current: Diagnosis | None = None
+        self._has_failed = False
         self._thread = threading.Thread(target=self._run, name="paceline-watch", daemon=True)
         self._owner = os.getpid()
 
@@ -88,9 +93,23 @@ class StallWatch:
 
     def _run(self) -> None:
         while not self._stop.wait(self._pause_s):
-            # Whoever reported a stall also reports its end.
-            if self._on_duty() or self._current is not None:
-                self.look_once()
+            try:
+                # Whoever reported a stall also reports its end.
+                if self._on_duty() or self._current is not None:
+                    self.look_once()
+            except Exception as error:
+                self._report_failed_look(error)
+
+    def _report_failed_look(self, error: Exception) -> None:
+        if self._has_failed:
+            return
+        self._has_failed = True
+        # It may be the report itself that fails: standard error is closed.
+        with contextlib.suppress(Exception):
+            self._report(
+                f"a look at the ranks failed ({type(error).__name__}: {error}); watching for "
+                "stalls goes on, but may miss some"
+            )
 
     def look_once(self) -> None:
         """Look at the ranks, and report if a stall has begun or ended."""

@@ -15,7 +15,9 @@ sends the output gradients first (`GatherOutputs`), lets autograd run share 0, a
 workers when their gradients are needed (`ReplicaParameters`, `ScatterInput`).
 
 Answers lie in the channels' memory until the next order. A call whose gradients are not used yet
-when another call wants the channels copies them (`leave_channels`).
+when another call wants the channels copies them (`leave_channels`). Threads of the main process
+take turns: a forward holds the lock of the replica set from beginning to end, a backward while it
+sends, and again while it reads the answers.
 """
 
 from __future__ import annotations
@@ -29,16 +31,17 @@ from typing import Any
 import torch
 
 from paceline._interpreter import NotifiesOnDrop
-from paceline._pytree import Spec, flatten, unflatten
+from paceline._pytree import Spec, flatten, is_taken_apart_by_attributes, unflatten
 from paceline._torch_internals import keeps_graph, queue_end_of_backward
 from paceline.dp import serialization
 from paceline.dp.autograd_functions import GatherOutputs, Gradients, ScatterInput
 from paceline.dp.call_template import CallTemplate
 from paceline.dp.channel import Message, MessageLayout
-from paceline.dp.gather import GatherPlan, check_same_structure, plan_gather
+from paceline.dp.gather import GatherPlan, ReplicaOutputs, ScalarGather, plan_outputs
 from paceline.dp.global_batch_norm import GlobalBatchNorm, ReplicaFailed
 from paceline.dp.gradients import WorkerGradients, sum_gradients
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, meta_of, source_of
+from paceline.dp.replica_scope import ReplicaScope
 from paceline.dp.replica_set import ParameterProxies, PendingUpdates, ReplicaSet
 from paceline.dp.scatter import SplitInputs
 from paceline.dp.worker_pool import WorkerHandle
@@ -48,6 +51,7 @@ __all__ = ["CallState", "ForwardCall"]
 
 _FORWARD, _BACKWARD = Order.FORWARD.value, Order.BACKWARD.value
 _DONE, _STALE = Answer.DONE.value, Answer.STALE.value
+_INSIDE_REPLICA = ReplicaScope()
 _NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _numbers = itertools.count(1)
 
@@ -68,7 +72,11 @@ class ForwardCall(NotifiesOnDrop):
     """One forward on several replicas, and its backward. See the module's docstring."""
 
     def __init__(
-        self, replica_set: ReplicaSet, template: CallTemplate, split: SplitInputs, scalars: str
+        self,
+        replica_set: ReplicaSet,
+        template: CallTemplate,
+        split: SplitInputs,
+        scalars: ScalarGather,
     ) -> None:
         self._replica_set = replica_set
         self._template = template
@@ -118,10 +126,15 @@ class ForwardCall(NotifiesOnDrop):
             ]
         # Workers get their shares before share 0 runs here, and their answers are read after it:
         # all replicas compute at the same time.
-        self._send_shares(modes)
-        self._state = CallState.FORWARD
-        outputs = self._run_own_share(with_gradients)
-        spec, leaves = flatten(outputs)
+        try:
+            self._send_shares(modes)
+            self._state = CallState.FORWARD
+            with replica_set.thread_limit, self._batch_norm():
+                outputs = self._run_module(with_gradients)
+        except BaseException as error:
+            self._abandon(error)
+            raise
+        spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._plan_outputs(spec, leaves, tensors, self._receive_all())
         self._state = CallState.READY if with_gradients else CallState.DONE
@@ -142,7 +155,6 @@ class ForwardCall(NotifiesOnDrop):
     def _send_shares(self, modes: tuple[Any, ...]) -> None:
         split, replica_set, template = self._split, self._replica_set, self._template
         replica_set.vacate_channels()
-        replica_set.buffers.expect_forward()
         for worker in self._workers:
             replica = worker.replica
             pending = replica_set.pending[replica]
@@ -155,7 +167,7 @@ class ForwardCall(NotifiesOnDrop):
             sources = [
                 leaf.data_ptr() + offset for leaf, offset in zip(split.leaves, offsets, strict=True)
             ]
-            values = (_FORWARD, (), modes, (), (), ())
+            values = (_FORWARD, (), modes, (), ())
             worker.send(values, self._number, layout, sources, is_repeatable=True)
 
     def _send_share(
@@ -165,62 +177,45 @@ class ForwardCall(NotifiesOnDrop):
         split, template, replica = self._split, self._template, worker.replica
         shares = [split.share(index, replica) for index in template.tensor_indices]
         layout = template.layouts[replica, modes[0]] = self._layout(worker, shares, modes[0])
-        attributes: tuple[Any, ...] = ()
-        buffer_indices: tuple[int, ...] = ()
-        if pending.has_changes:
-            attributes = tuple((*key, value) for key, value in pending.attributes.items())
-            buffer_indices = tuple(sorted(pending.buffers))
-            buffers = self._replica_set.buffers.values(buffer_indices)
-            layout = self._layout(worker, shares, modes[0], buffers)
-            shares += buffers
+        attributes = tuple((*key, value) for key, value in pending.attributes.items())
         releases = tuple(pending.releases)
         requires_grad = tuple(pending.requires_grad.items())
         worker.send(
-            (_FORWARD, releases, modes, attributes, requires_grad, buffer_indices),
+            (_FORWARD, releases, modes, attributes, requires_grad),
             self._number,
             layout,
             [*map(source_of, shares)],
             [split.share(index, replica) for index in template.object_indices],
-            # Buffers alone change in every step, in the same way.
             is_repeatable=not (releases or attributes or requires_grad),
         )
         pending.sent(len(releases))
 
     def _layout(
-        self,
-        worker: WorkerHandle,
-        shares: Sequence[torch.Tensor],
-        grad: bool,
-        buffers: Sequence[torch.Tensor] = (),
+        self, worker: WorkerHandle, shares: Sequence[torch.Tensor], grad: bool
     ) -> MessageLayout:
         metas = tuple(map(meta_of, shares))
         if not grad:
             metas = tuple(meta._replace(requires_grad=False) for meta in metas)
-        metas += tuple(TensorMeta(buffer.dtype, tuple(buffer.shape)) for buffer in buffers)
         return worker.layout((self._split.spec, self._template.are_tensors), metas)
 
-    def _run_own_share(self, with_gradients: bool) -> Any:
-        """The module on share 0. If it fails, the workers' answers are taken out of the way."""
+    def _abandon(self, error: BaseException) -> None:
+        """A step failed on this side; some workers may have an order all the same.
+
+        Every order must be answered before the next one is sent: the answers are read and dropped,
+        so that the same workers can serve the next forward.
+        """
+        self._state = CallState.FAILED
         replica_set = self._replica_set
-        try:
-            with replica_set.thread_limit, self._batch_norm():
-                return self._run_module(with_gradients)
-        except Exception:
-            self._state = CallState.FAILED
-            if replica_set.exchange is not None:
-                replica_set.pool.end()  # they may wait for a sum that will never be
-                raise
-            # Every order must be answered before the next one is sent: the answers are read and
-            # dropped, so that the same workers can serve the next forward.
-            for worker in self._workers:
-                replica_set.receive(worker)
-            self._release_graphs()
-            raise
-        except BaseException:
-            # Ctrl-C or an exit: waiting for answers would delay it by the rest of the step.
-            self._state = CallState.FAILED
+        # Ctrl-C or an exit: waiting for answers would delay it by the rest of the step. With an
+        # exchange the workers may wait for a sum that will never be.
+        if not isinstance(error, Exception) or replica_set.exchange is not None:
             replica_set.pool.end()
-            raise
+        if not replica_set.pool.is_alive:
+            return
+        for worker in self._workers:
+            if worker.is_busy:
+                replica_set.receive(worker)
+        self._release_graphs()
 
     def _run_module(self, with_gradients: bool) -> Any:
         split, replica_set = self._split, self._replica_set
@@ -235,10 +230,11 @@ class ForwardCall(NotifiesOnDrop):
         )
         if with_gradients:
             self._proxies = proxies = replica_set.proxies()
-            with proxies.in_module:
+            with proxies.in_module, _INSIDE_REPLICA:
                 outputs = replica_set.module(*args, **kwargs)
         else:
-            outputs = replica_set.module(*args, **kwargs)
+            with _INSIDE_REPLICA:
+                outputs = replica_set.module(*args, **kwargs)
         replica_set.snapshot.accept_forward_changes()
         return outputs
 
@@ -296,21 +292,21 @@ class ForwardCall(NotifiesOnDrop):
         answers: Sequence[Message],
     ) -> None:
         metas = tuple(map(meta_of, tensors))
-        sizes = self._split.sizes
         known = self._replica_set.gather_plans
-        key = (spec, metas, *sizes, *(answer.layout for answer in answers))
+        key = (spec, metas, *self._split.loss_counts, *(answer.layout for answer in answers))
         plans = known.get(key)
         if plans is None or len(tensors) < len(leaves):
-            objects = [
-                [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
-                *(answer.objects for answer in answers),
+            are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            objects = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+            replicas = [
+                ReplicaOutputs(spec, are_tensors, metas, objects),
+                *(
+                    ReplicaOutputs(spec, are_tensors, answer.layout.metas, answer.objects)
+                    for answer in answers
+                    for spec, are_tensors in (answer.layout.spec,)
+                ),
             ]
-            check_same_structure([spec, *(answer.layout.spec for answer in answers)], objects)
-            all_metas = zip(metas, *(answer.layout.metas for answer in answers), strict=True)
-            dim = self._split.dim
-            plans = known.add(
-                key, [plan_gather(output, sizes, dim, self._scalars) for output in all_metas]
-            )
+            plans = known.add(key, plan_outputs(replicas, self._split, self._scalars))
         self._plans = plans
         self._worker_outputs = [
             worker.tensors(answer.layout)
@@ -334,6 +330,14 @@ class ForwardCall(NotifiesOnDrop):
 
     def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Send the workers their part of the output gradients; the part of share 0."""
+        with self._replica_set.lock:
+            self._send_backward(gradients)
+        return [
+            None if gradient is None else plan.gradient_share(gradient, 0)
+            for plan, gradient in zip(self._plans, gradients, strict=True)
+        ]
+
+    def _send_backward(self, gradients: Gradients) -> None:
         if not self._workers_keep_graphs:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the replicas' graphs were "
@@ -351,7 +355,11 @@ class ForwardCall(NotifiesOnDrop):
         # the channels; and the accumulator must know this call before autograd, which goes on with
         # share 0 when this returns, reaches the parameters.
         replica_set.vacate_channels()
-        self._send_gradients(gradients, retains_graph)
+        try:
+            self._send_gradients(gradients, retains_graph)
+        except BaseException as error:
+            self._abandon(error)
+            raise
         self._retains_graph = retains_graph
         self._state = CallState.BACKWARD
         self._worker_gradients = []
@@ -359,10 +367,6 @@ class ForwardCall(NotifiesOnDrop):
         assert self._proxies is not None
         self._proxies.accumulator.expect(self)
         self._limit_threads_until_end()
-        return [
-            None if gradient is None else plan.gradient_share(gradient, 0)
-            for plan, gradient in zip(self._plans, gradients, strict=True)
-        ]
 
     def _send_gradients(self, gradients: Gradients, retains_graph: bool) -> None:
         present = tuple(gradient is not None for gradient in gradients)
@@ -393,8 +397,9 @@ class ForwardCall(NotifiesOnDrop):
         limit.__enter__()
 
         def end() -> None:
-            limit.__exit__(None, None, None)
-            self._finish()
+            with self._replica_set.lock:
+                limit.__exit__(None, None, None)
+                self._finish()
 
         queue_end_of_backward(end)
 
@@ -418,6 +423,10 @@ class ForwardCall(NotifiesOnDrop):
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the whole input leaf `index`."""
+        with self._replica_set.lock:
+            return self._input_gradient(index, own)
+
+    def _input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted_inputs.index(index)
         parts = [own, *(worker.inputs[position] for worker in self.worker_gradients())]
         if all(part is None for part in parts):

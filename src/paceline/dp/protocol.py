@@ -5,13 +5,14 @@ values whose first is an `Order` or an `Answer`, the number of the call it belon
 objects that had to be pickled.
 
     order                                                          answer
-    FORWARD   releases, modes, updates, requires_grad, buffers     DONE     outputs
+    FORWARD   releases, modes, updates, requires_grad; inputs      DONE     outputs
     BACKWARD  releases, keeps_graph; output gradients              DONE     parameter gradients
     either                                                         FAILED   traceback, exception
                                                                    STALE    name of what is unknown
 
-`releases` are calls whose graphs the worker may drop. `updates`, `requires_grad` and `buffers` are
-what the user changed in the module since the last order (`replica_set.PendingUpdates`).
+`releases` are calls whose graphs the worker may drop. `updates` and `requires_grad` are what the
+user changed in the module since the last order (`replica_set.PendingUpdates`); parameters and
+buffers are in memory that workers map.
 """
 
 from __future__ import annotations

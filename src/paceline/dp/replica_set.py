@@ -8,6 +8,7 @@ changes are noticed before each forward and sent along with the next order (`Pen
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -47,29 +48,22 @@ class PendingUpdates:
 
     attributes: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
     requires_grad: dict[int, bool] = dataclasses.field(default_factory=dict)
-    buffers: set[int] = dataclasses.field(default_factory=set)
     releases: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def has_changes(self) -> bool:
         """Whether the module changed; releases are no change."""
-        return bool(self.attributes or self.requires_grad or self.buffers)
+        return bool(self.attributes or self.requires_grad)
 
-    def add(
-        self,
-        updates: Sequence[Update],
-        requires_grad: Sequence[tuple[int, bool]],
-        buffers: Sequence[int],
-    ) -> None:
+    def add(self, updates: Sequence[Update], requires_grad: Sequence[tuple[int, bool]]) -> None:
         """The user changed the module again."""
         self.attributes.update({(index, name): value for index, name, value in updates})
         self.requires_grad.update(requires_grad)
-        self.buffers.update(buffers)
 
     def sent(self, releases: int) -> None:
         """All was sent, and so many releases: the garbage collector may have added some since."""
         if self.has_changes:
-            self.attributes, self.requires_grad, self.buffers = {}, {}, set()
+            self.attributes, self.requires_grad = {}, {}
         if releases:
             del self.releases[:releases]
 
@@ -81,11 +75,16 @@ class ParameterProxies:
     replicas, to the parameters.
     """
 
-    def __init__(self, parameters: SharedParameters, regions: Sequence[GradientRegion]) -> None:
+    def __init__(
+        self,
+        parameters: SharedParameters,
+        regions: Sequence[GradientRegion],
+        lock: threading.RLock,
+    ) -> None:
         self.slots = parameters.trainable
         # Of each worker.
         self.views = [GradientViews(region, parameters.trainable_indices) for region in regions]
-        self.accumulator = GradientAccumulator(self.views)
+        self.accumulator = GradientAccumulator(self.views, lock)
         with torch.inference_mode(False), torch.enable_grad():
             tensors = [slot.parameter for slot in self.slots]
             outputs = ReplicaParameters.apply(self.accumulator, *tensors)  # type: ignore[no-untyped-call]
@@ -96,8 +95,9 @@ class ParameterProxies:
 class ReplicaSet:
     """The module, its workers, and what is remembered of calls on them.
 
-    `exchange` is set for batch normalisation over the whole batch. `parameters` of an earlier set
-    are taken over if they are still the module's: optimizers and graphs refer to their memory.
+    `lock` is held by the thread that uses the channels. `exchange` is set for batch normalisation
+    over the whole batch. `parameters` of an earlier set are taken over if they are still the
+    module's: optimizers and graphs refer to their memory.
     """
 
     def __init__(
@@ -106,29 +106,31 @@ class ReplicaSet:
         replicas: int,
         threads: int,
         timeout_s: float,
+        lock: threading.RLock,
         exchange: StatisticsExchange | None = None,
         parameters: SharedParameters | None = None,
         forward_mutates: bool = False,
     ) -> None:
         self.module = module
+        self.lock = lock
         self.exchange = exchange
         self.parameters = parameters if parameters is not None else SharedParameters(module)
         self.parameters.requires_grad_changes()
-        self.buffers = ModuleBuffers(module)
+        self._buffers = ModuleBuffers(module)
         self.snapshot = ModuleSnapshot(module, forward_mutates)
         self.thread_limit = ThreadLimit(threads)
         self.pending = [PendingUpdates() for _ in range(replicas)]
         self.templates: BoundedCache[CallKey, CallTemplate] = BoundedCache()
         self.gather_plans: BoundedCache[Any, list[GatherPlan]] = BoundedCache()
         self._channel_user: ChannelUser | None = None
-        # Everything both sides share (parameters, gradient regions, the exchange) exists before the
-        # pool forks: anonymous memory has no name through which it could be opened later.
+        # Everything both sides share (parameters, buffers, gradient regions, the exchange) exists
+        # before the pool forks: anonymous memory has no name by which it could be opened later.
         self._regions = [GradientRegion(self.parameters) for _ in range(replicas - 1)]
         self._proxies: ParameterProxies | None = None
         with torch.inference_mode(False):
             self._seed = torch.zeros((), dtype=torch.int64)
         setup = WorkerSetup(
-            module, self.parameters, self._regions, self.buffers.entries, exchange, threads
+            module, self.parameters, self._regions, self._buffers, exchange, threads
         )
         self.pool = WorkerPool(
             replicas - 1,
@@ -138,18 +140,17 @@ class ReplicaSet:
 
     def follow_changes(self) -> bool:
         """Note what the user changed; False if that takes new workers."""
-        if not self.parameters.follow_changes() or not self.buffers.fit():
+        if not self.parameters.follow_changes() or not self._buffers.publish():
             return False
         updates = self.snapshot.updates()
         if updates is None:
             return False
         requires_grad = self.parameters.requires_grad_changes()
-        buffers = self.buffers.changed()
         # Noted for every worker, also those that a small batch leaves idle now: each gets all
         # that it has missed with its next share.
-        if updates or requires_grad or buffers:
+        if updates or requires_grad:
             for pending in self.pending[1:]:
-                pending.add(updates, requires_grad, buffers)
+                pending.add(updates, requires_grad)
         return True
 
     def template(self, key: CallKey | None, split: SplitInputs) -> CallTemplate:
@@ -172,7 +173,7 @@ class ReplicaSet:
         """What share 0 computes with; made again when other parameters require gradients."""
         known = self._proxies
         if known is None or known.slots is not self.parameters.trainable:
-            known = self._proxies = ParameterProxies(self.parameters, self._regions)
+            known = self._proxies = ParameterProxies(self.parameters, self._regions, self.lock)
         return known
 
     def occupy_channels(self, call: ChannelUser) -> None:

@@ -24,6 +24,7 @@ _Holder = dict[str, torch.Tensor | None]  # a module's `_parameters` or `_buffer
 _Entry = tuple[_Holder, str]  # a holder and a name in it
 _address = torch.Tensor.data_ptr
 _shape = operator.attrgetter("shape")
+_stride = torch.Tensor.stride
 
 
 @dataclasses.dataclass
@@ -79,6 +80,7 @@ class SharedParameters:
         self._names = [*itertools.chain.from_iterable(self._holders)]
         self._addresses = [slot.address for slot in self.slots]
         self._shapes = [slot.shape for slot in self.slots]
+        self._strides = [slot.parameter.stride() for slot in self.slots]
         self._choose_trainable()
 
     def _choose_trainable(self) -> None:
@@ -124,6 +126,7 @@ class SharedParameters:
             )
             and [*map(_address, self._parameters)] == self._addresses
             and [*map(_shape, self._parameters)] == self._shapes
+            and [*map(_stride, self._parameters)] == self._strides
         ):
             return True
         if not all(map(self._follow_slot, self.slots)):
@@ -136,19 +139,25 @@ class SharedParameters:
         now = first[name]
         if now is None or any(holder[key] is not now for holder, key in slot.entries[1:]):
             return False
-        if now is slot.parameter and now.data_ptr() == slot.address and now.shape == slot.shape:
+        has_same_shape = now.shape == slot.shape
+        if slot.view is None:
+            return now is slot.parameter and has_same_shape
+        if (
+            now is slot.parameter
+            and has_same_shape
+            and now.data_ptr() == slot.address
+            and now.stride() == slot.view.stride()
+        ):
             return True
         fits = (
-            slot.view is not None
-            and now.shape == slot.shape
+            has_same_shape
             and now.dtype == slot.view.dtype
             and now.device == slot.view.device
             and now.layout == torch.strided
         )
         if not fits:
             return False
-        assert slot.view is not None
-        slot.view.copy_(now.detach())
+        slot.view.copy_(now.detach().clone())  # it may be the same memory in another order
         now.data = slot.view
         slot.parameter = now
         return True

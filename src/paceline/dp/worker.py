@@ -22,16 +22,24 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from paceline._pytree import flatten, is_flat_call, unflatten
+from paceline._pytree import (
+    flatten,
+    is_flat_call,
+    is_taken_apart_by_attributes,
+    leaf_paths,
+    unflatten,
+)
 from paceline._torch_internals import run_backward
 from paceline.dp import serialization
 from paceline.dp.channel import Channel, Inbox, Message, MessageLayout, Outbox
 from paceline.dp.global_batch_norm import GlobalBatchNorm, StatisticsExchange
 from paceline.dp.gradients import GradientCapture, GradientRegion, encode_gradients
-from paceline.dp.module_buffers import BufferEntry
+from paceline.dp.module_buffers import ModuleBuffers
 from paceline.dp.module_snapshot import apply_updates
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, Update, meta_of, source_of
+from paceline.dp.replica_scope import stay_inside_replica
 from paceline.dp.shared_parameters import SharedParameters
+from paceline.errors import ConfigError
 
 __all__ = ["WorkerSetup", "serve"]
 
@@ -46,7 +54,7 @@ class WorkerSetup:
     module: nn.Module
     parameters: SharedParameters
     regions: Sequence[GradientRegion]  # for gradients, one per worker
-    buffers: Sequence[BufferEntry]
+    buffers: ModuleBuffers
     exchange: StatisticsExchange | None
     threads: int
 
@@ -70,6 +78,7 @@ def serve(
     setup: WorkerSetup, replica: int, channel: Channel, main_pid: int, main_pidfd: int
 ) -> None:
     """Follow orders until the main process ends."""
+    stay_inside_replica()
 
     def loop() -> None:
         torch.set_num_threads(setup.threads)
@@ -125,7 +134,10 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
         layout, tensors, objects = worker.follow(order, inbox)
         sources = [*map(source_of, tensors)]
         _flush_output()
-        outbox.send(_DONE, call, layout, sources, objects, is_repeatable=True)
+        try:
+            outbox.send(_DONE, call, layout, sources, objects, is_repeatable=True)
+        except ConfigError as error:
+            raise _named(error, layout, objects) from error
         return True
     except serialization.UnknownObject as unknown:
         values: tuple[Any, ...] = (Answer.STALE.value, str(unknown), b"")
@@ -136,6 +148,23 @@ def _answer(worker: _Replica, inbox: Inbox, outbox: Outbox) -> bool:
     _flush_output()
     outbox.send(values, call, outbox.layout((), ()))
     return False
+
+
+def _named(error: ConfigError, layout: MessageLayout, objects: Sequence[Any]) -> ConfigError:
+    """Which output it is that cannot be sent to the main process."""
+    spec, are_tensors = layout.spec
+    leaves = zip(leaf_paths(spec, "outputs"), are_tensors, strict=True)
+    paths = [path for path, is_tensor in leaves if not is_tensor]
+    for path, value in zip(paths, objects, strict=True):
+        try:
+            serialization.dumps(value)
+        except ConfigError as reason:
+            return ConfigError(
+                f"{path}, a {type(value).__name__}, cannot be gathered from the workers of "
+                f"DataParallel: {reason.__cause__}. Return tensors, or objects that can be pickled "
+                "and are equal in all replicas"
+            )
+    return error
 
 
 def _flush_output() -> None:
@@ -196,18 +225,17 @@ class _Replica:
         modes: tuple[Any, ...],
         updates: Sequence[Update],
         requires_grad: Sequence[tuple[int, bool]],
-        buffers: Sequence[int],
     ) -> _Reply:
         layout = order.layout
         structure, are_tensors = layout.spec
         tensors = inbox.tensors(layout)
-        share_count = len(tensors) - len(buffers)
-        if updates or requires_grad or buffers:
-            self._apply_changes(updates, requires_grad, buffers, tensors[share_count:])
+        if updates or requires_grad:
+            self._apply_changes(updates, requires_grad)
+        self._buffers.restore()
         with self._in_modes(modes), self._batch_norm:
-            inputs = [*map(_own_copy, tensors[:share_count], layout.metas)]
+            inputs = [*map(_own_copy, tensors, layout.metas)]
             leaves: list[Any] = inputs
-            if share_count < len(are_tensors):
+            if len(tensors) < len(are_tensors):
                 leaves = _interleaved(are_tensors, inputs, order.objects)
             if layout.is_flat_call is None:
                 layout.is_flat_call = is_flat_call(structure)
@@ -221,7 +249,8 @@ class _Replica:
         return self._reply_with(order.call, outputs, inputs)
 
     def _reply_with(self, call: int, outputs: Any, inputs: Sequence[torch.Tensor]) -> _Reply:
-        spec, leaves = flatten(outputs)
+        spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
+        are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         objects: Sequence[Any] = ()
         if len(tensors) < len(leaves):
@@ -230,7 +259,7 @@ class _Replica:
         if any(meta.requires_grad for meta in metas):
             wanted = [tensor for tensor in inputs if tensor.requires_grad]
             self._graphs[call] = _Graph(tensors, self._capture, wanted)
-        return _Reply(self._outbox.layout(spec, metas), tensors, objects)
+        return _Reply(self._outbox.layout((spec, are_tensors), metas), tensors, objects)
 
     def _in_modes(self, values: tuple[Any, ...]) -> contextlib.AbstractContextManager[Any]:
         if values == self._modes_in_force:
@@ -241,11 +270,7 @@ class _Replica:
         return context
 
     def _apply_changes(
-        self,
-        updates: Sequence[Update],
-        requires_grad: Sequence[tuple[int, bool]],
-        buffers: Sequence[int],
-        values: Sequence[torch.Tensor],
+        self, updates: Sequence[Update], requires_grad: Sequence[tuple[int, bool]]
     ) -> None:
         apply_updates(self._parts, updates)
         for index, flag in requires_grad:
@@ -253,10 +278,6 @@ class _Replica:
         if requires_grad:
             # A new one: graphs keep that of their forward.
             self._capture = GradientCapture.install(self._slots, self._region)
-        with torch.no_grad():
-            for index, value in zip(buffers, values, strict=True):
-                holder, name = self._buffers[index]
-                holder[name] = value.clone()  # not in place: a graph may still use the old one
 
     def _backward(self, order: Message, inbox: Inbox, keeps_graph: bool) -> _Reply:
         (present,) = order.layout.spec

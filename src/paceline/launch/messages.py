@@ -113,6 +113,7 @@ class Report:
     summary: str = ""  # the last line of it
     payload: bytes = b""  # the pickled result or exception
     caused_by: int | None = None  # another rank, whose own error this one only passes on
+    exitcode: int = 1  # with which the rank is about to end
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Started:
     """From the fork server: every rank has its process."""
 
     pids: tuple[int, ...]
+    server_pid: int
 
 
 @dataclasses.dataclass(frozen=True)

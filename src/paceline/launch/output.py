@@ -9,6 +9,8 @@ import os
 import pathlib
 from collections.abc import Callable
 
+from paceline.errors import ConfigError
+
 __all__ = ["Lines", "Output", "TAIL_LINES"]
 
 TAIL_LINES = 30
@@ -57,8 +59,10 @@ class Output:
         colour: bool = False,
         shown: frozenset[int] | None = None,
         log_dir: pathlib.Path | None = None,
+        has_room: Callable[[int], bool] = lambda stream: True,
     ) -> None:
         self._write = write
+        self.has_room = has_room  # whether more bytes of a stream are welcome now
         self._shown = shown
         self._first_rank = first_rank
         self._width = len(str(first_rank + ranks - 1))
@@ -66,14 +70,15 @@ class Output:
         self._lines = {(rank, stream): Lines() for rank in range(ranks) for stream in (1, 2)}
         self.tails = [collections.deque[str](maxlen=TAIL_LINES) for _ in range(ranks)]
         self._logs = (
-            [_open_log(log_dir, first_rank + rank) for rank in range(ranks)] if log_dir else []
+            {rank: _open_log(log_dir, first_rank + rank) for rank in range(ranks)}
+            if log_dir
+            else {}
         )
 
     def feed(self, rank: int, stream: int, data: bytes) -> None:
         """Bytes that local rank `rank` wrote."""
         self._emit(rank, stream, self._lines[rank, stream].feed(data))
-        if self._logs:
-            _write_all(self._logs[rank], data)
+        self._log(rank, data)
 
     def end(self, rank: int) -> None:
         """A rank's output is complete."""
@@ -87,8 +92,7 @@ class Output:
     def report(self, rank: int, text: str) -> None:
         """Lines of the launcher's own about a rank, in its log as well."""
         self._emit(rank, 2, text.encode(errors="replace").splitlines(), always=True)
-        if self._logs:
-            _write_all(self._logs[rank], text.encode(errors="replace"))
+        self._log(rank, text.encode(errors="replace"))
 
     def report_job(self, text: str) -> None:
         """Lines of the launcher's own about the whole job."""
@@ -96,9 +100,22 @@ class Output:
 
     def close(self) -> None:
         """Close the log files."""
-        for log in self._logs:
+        for log in self._logs.values():
             os.close(log)
-        self._logs = []
+        self._logs = {}
+
+    def _log(self, rank: int, data: bytes) -> None:
+        log = self._logs.get(rank)
+        if log is None:
+            return
+        try:
+            _write_all(log, data)
+        except OSError as error:
+            # The disk is full: no reason to end the job.
+            del self._logs[rank]
+            os.close(log)
+            name = f"rank-{self._first_rank + rank}.log"
+            self.report_job(f"paceline: {name} is not written any more: {error.strerror}")
 
     def _emit(self, rank: int, stream: int, lines: list[bytes], *, always: bool = False) -> None:
         if not lines:
@@ -118,9 +135,15 @@ class Output:
 
 
 def _open_log(directory: pathlib.Path, rank: int) -> int:
-    directory.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
-    return os.open(directory / f"rank-{rank}.log", flags, 0o644)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        return os.open(directory / f"rank-{rank}.log", flags, 0o644)
+    except OSError as error:
+        raise ConfigError(
+            f"--log-dir should be a directory that can be written, but {error.filename!r} cannot: "
+            f"{error.strerror}"
+        ) from error
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -7,7 +7,7 @@ SIGTERM   save and stop: the machine is wanted back (Slurm, Kubernetes, spot ins
 from __future__ import annotations
 
 from paceline.launch.process_context import ProcessContext, current_context, enter_context
-from paceline.launch.save_listener import SaveRequest
+from paceline.launch.save_agreement import SaveRequest
 
 __all__ = ["save_requested"]
 

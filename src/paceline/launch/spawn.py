@@ -77,7 +77,11 @@ def spawn(
 def _print(stream: int, data: bytes) -> None:
     """To sys.stdout and sys.stderr, which a notebook shows in the cell."""
     target = sys.stdout if stream == 1 else sys.stderr
-    target.write(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    try:
+        target.write(text)
+    except UnicodeEncodeError as error:  # a terminal that knows ASCII alone
+        target.write(text.encode(error.encoding, errors="replace").decode(error.encoding))
     target.flush()
 
 

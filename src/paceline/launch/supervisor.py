@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -51,6 +52,7 @@ from paceline.launch.messages import (
     StartFailure,
 )
 from paceline.launch.output import Output
+from paceline.launch.resources import allow_open_files
 from paceline.telemetry.variables import WATCHED
 
 if TYPE_CHECKING:
@@ -62,8 +64,10 @@ __all__ = ["Failure", "JobResult", "Plan", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
+_LONGEST_WAIT_S = 3600.0  # the kernel takes no timeout of many days
 _FORK_SERVER_END_S = 30.0
 _READ_BYTES = 1 << 16
+_STREAMS = {"stdout": 1, "stderr": 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +94,7 @@ class Failure:
 
     rank: int
     when: float
-    exitcode: int | None  # None: it reported an error and had to be killed while ending
+    exitcode: int
     report: Report | None
 
     @property
@@ -131,9 +135,19 @@ class Supervisor:
         """
         self._requests.add(number)
 
+    @property
+    def stop_signal(self) -> int | None:
+        """The first signal that asked for the end of the job, also after it was over."""
+        return self._requests.stop_signal
+
+    def wake(self) -> None:
+        """There is room for output again. May be called from any thread."""
+        self._requests.wake()
+
     def run(self) -> JobResult:
         began = time.monotonic()
         try:
+            allow_open_files(self._plan.ranks)
             run = _JobRun(self._plan, self._output, self._requests)
             try:
                 run.until_over()
@@ -145,16 +159,24 @@ class Supervisor:
 
 
 class _StopRequests:
-    """Signals to handle: put here by a signal handler, which may do little else."""
+    """Signals to handle: put here by a signal handler, which may do little else, or by a thread."""
 
     def __init__(self) -> None:
+        # A signal handler runs in the thread that it interrupts, which may hold the lock.
+        self._lock = threading.RLock()
         self._signals: list[int] = []
+        self.stop_signal: int | None = None
         self.descriptor, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def add(self, number: int) -> None:
         self._signals.append(number)
+        if number != signal.SIGUSR1 and self.stop_signal is None:
+            self.stop_signal = number
+        self.wake()
+
+    def wake(self) -> None:
         # A full pipe wakes the reader as well; a closed one has none.
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             os.write(self._write_end, b"\0")
 
     def clear_wake_up(self) -> None:
@@ -166,7 +188,8 @@ class _StopRequests:
 
     def close(self) -> None:
         # The handler may still be called: it must not write to whatever gets the number next.
-        write_end, self._write_end = self._write_end, -1
+        with self._lock:
+            write_end, self._write_end = self._write_end, -1
         os.close(write_end)
         os.close(self.descriptor)
 
@@ -185,7 +208,7 @@ class _Phase(enum.Enum):
 class _Stop:
     """How the job was asked to end. The default is that it was not."""
 
-    ranks: frozenset[int] = frozenset()  # those that had not ended by then
+    ranks: frozenset[int] = frozenset()  # those that were sent a signal
     deadline: float = math.inf
     requested_by: int | None = None  # the signal this launcher was sent
 
@@ -211,12 +234,16 @@ class _Rank:
 
     def failure(self, was_stopped: bool) -> Failure | None:
         """How it failed by itself, if it did; a rank that ended because it was asked to did not."""
+        ended_by_us = self.end is None or (
+            was_stopped and self.end.exitcode in _EXIT_CODES_WHEN_STOPPED
+        )
         if self.report is not None and self.report.kind in {ReportKind.ERROR, ReportKind.EXIT}:
-            exitcode = self.end.exitcode if self.end else None
+            # It failed, and was still ending when the others, and so it too, were asked to end.
+            exitcode = (
+                self.report.exitcode if self.end is None or ended_by_us else self.end.exitcode
+            )
             return Failure(self.index, self.report.when, exitcode, self.report)
-        if self.end is None or self.end.exitcode == 0:
-            return None
-        if was_stopped and self.end.exitcode in _EXIT_CODES_WHEN_STOPPED:
+        if self.end is None or self.end.exitcode == 0 or ended_by_us:
             return None
         return Failure(self.index, self.end.when, self.end.exitcode, self.report)
 
@@ -225,7 +252,9 @@ _EXIT_CODES_WHEN_STOPPED = {-signal.SIGTERM, -signal.SIGKILL, -signal.SIGINT, 13
 
 
 class _ForkServer:
-    """The fork server's process, and the connection over which it takes orders."""
+    """The fork server, and the connection over which it takes orders. `process` is its reaper,
+    which ends as the fork server does, after everything below it.
+    """
 
     def __init__(self, job: Job, inherited: list[int]) -> None:
         ours, theirs = socket.socketpair()
@@ -267,6 +296,9 @@ class _JobRun:
         self._stop = _Stop()
         self._start_failure: StartFailure | None = None
         self._first_rank = 0
+        self._server_pid: int | None = None
+        # Pipes that are not read for want of room, by stream: descriptor -> rank.
+        self._paused: dict[str, dict[int, int]] = {stream: {} for stream in _STREAMS}
         self._pages: dict[int, StatusPage] = {}  # as the stall watcher last saw them
         reading, writing = _make_pipes(plan.ranks)
         try:
@@ -326,8 +358,11 @@ class _JobRun:
         """Handle what is ready. Messages of the fork server go first: they contain the
         numbers with which the ranks' output is labelled.
         """
-        timeout = self._stop.deadline - time.monotonic()
-        ready = self._selector.select(None if timeout == math.inf else max(0.0, timeout))
+        self._choose_pipes()
+        timeout = max(0.0, self._stop.deadline - time.monotonic())
+        ready = self._selector.select(
+            None if timeout == math.inf else min(timeout, _LONGEST_WAIT_S)
+        )
         for key, _ in sorted(ready, key=lambda item: item[0].data[0] != "control"):
             kind, rank = key.data
             if kind == "control":
@@ -341,6 +376,22 @@ class _JobRun:
         if self._phase is _Phase.STOPPING and time.monotonic() >= self._stop.deadline:
             self._kill()
 
+    def _choose_pipes(self) -> None:
+        """Read what ranks print as long as it can be shown; without room they wait, as they would
+        for a reader of their own. When they are to end, they must not have to.
+        """
+        is_ending = self._phase not in {_Phase.STARTING, _Phase.RUNNING}
+        for stream, paused in self._paused.items():
+            if is_ending or self._output.has_room(_STREAMS[stream]):
+                while paused:
+                    descriptor, rank = paused.popitem()
+                    self._selector.register(descriptor, selectors.EVENT_READ, (stream, rank))
+            elif not paused:
+                for key in [*self._selector.get_map().values()]:
+                    if key.data[0] == stream:
+                        self._selector.unregister(key.fd)
+                        paused[key.fd] = key.data[1]
+
     def _on_message(self, message: ServerMessage | None) -> None:
         match message:
             case None:
@@ -349,6 +400,7 @@ class _JobRun:
             case Started():
                 if self._phase is _Phase.STARTING:
                     self._phase = _Phase.RUNNING
+                self._server_pid = message.server_pid
                 for rank, pid in zip(self._ranks, message.pids, strict=True):
                     rank.pid = pid
             case JobPlaced():
@@ -373,7 +425,7 @@ class _JobRun:
         elif kind == "report":
             self._on_report(self._ranks[rank], data)
         else:
-            self._output.feed(rank, 1 if kind == "stdout" else 2, data)
+            self._output.feed(rank, _STREAMS[kind], data)
 
     def _on_report(self, rank: _Rank, data: bytes) -> None:
         report = rank.feed_report(data)
@@ -391,7 +443,7 @@ class _JobRun:
             return
         if self._phase is _Phase.STARTING:
             # Still importing: there is no rank that could be asked.
-            self._fork_server.process.kill()
+            self._fork_server.process.terminate()
         if self._phase in {_Phase.STARTING, _Phase.RUNNING}:
             passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self._begin_stop(passed_on, self._plan.grace_s, requested_by=number)
@@ -416,11 +468,18 @@ class _JobRun:
         asked = (rank.index for rank in self._ranks if rank.end is None and rank.index != spare)
         self._stop = _Stop(frozenset(asked), time.monotonic() + grace_s, requested_by)
         self._fork_server.send(Signal(number, skip=spare))
+        if all(rank.end is not None for rank in self._ranks):
+            # The fork server waits for other nodes, and does not listen any more.
+            self._fork_server.process.terminate()
 
     def _kill(self) -> None:
         if self._phase is _Phase.STOPPING:
             self._phase = _Phase.KILLED
-            self._stop = dataclasses.replace(self._stop, deadline=math.inf)
+            # Also a rank that was ending by itself, and took too long.
+            left = frozenset(rank.index for rank in self._ranks if rank.end is None)
+            self._stop = dataclasses.replace(
+                self._stop, deadline=math.inf, ranks=self._stop.ranks | left
+            )
             self._fork_server.send(Signal(signal.SIGKILL))
 
     # -- end ---------------------------------------------------------------------------------------
@@ -429,6 +488,8 @@ class _JobRun:
         """Also after an exception here: no process, no descriptor stays."""
         # If the job is not over, the fork server takes this as the death of its launcher and ends
         # the ranks.
+        self._phase = _Phase.OVER
+        self._choose_pipes()
         self._close_connection()
         self._wait_for_fork_server()
         # A process that a rank detached may hold a pipe open for as long as it likes, so reading
@@ -462,7 +523,8 @@ class _JobRun:
         is_unfinished = any(rank.end is None for rank in self._ranks)
         if process.returncode != 0 and self._start_failure is None and is_unfinished:
             self._start_failure = StartFailure(
-                f"the fork server (pid {process.pid}) failed ({describe_exit(process.returncode)})",
+                f"the fork server (pid {self._server_pid or process.pid}) failed "
+                f"({describe_exit(process.returncode)})",
                 process.returncode,
             )
         if self._plan.owns_process:

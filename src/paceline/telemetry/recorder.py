@@ -50,7 +50,7 @@ _clock = time.monotonic_ns
 
 def group_number(name: str) -> int:
     """A number for a group that is the same on every rank."""
-    return zlib.crc32(name.encode())
+    return zlib.crc32(name.encode(errors="replace"))
 
 
 class Recorder:

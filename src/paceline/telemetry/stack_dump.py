@@ -15,18 +15,18 @@ import signal
 
 from paceline._linux import anonymous_memory
 
-__all__ = ["DUMP_SIGNAL", "StackDump"]
+__all__ = ["DUMP_MEMFD_NAME", "DUMP_SIGNAL", "StackDump"]
 
 # A real-time signal: SIGUSR1 and SIGUSR2 belong to users, and to requests to save.
 DUMP_SIGNAL = signal.SIGRTMIN + 8
-_MEMFD_NAME = "paceline-stacks"
+DUMP_MEMFD_NAME = "paceline-stacks"
 
 
 class StackDump:
     """Answers requests for stacks from its creation until `close`."""
 
     def __init__(self) -> None:
-        self.descriptor = anonymous_memory(_MEMFD_NAME)
+        self.descriptor = anonymous_memory(DUMP_MEMFD_NAME)
         # In append mode whoever asks can truncate the memory first, and the offset follows.
         flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
         fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags | os.O_APPEND)

@@ -163,8 +163,8 @@ class WaitLabel:
     def packed(self) -> WaitLabel:
         """This label with its `text`, made once so that a wait only copies it."""
         members = ",".join(map(str, self.members))
-        head = f"{self.kind}\t{self.group}\t{members}\t".encode()
-        return dataclasses.replace(self, text=(head + self.names.encode())[:_CALL_BYTES])
+        text = f"{self.kind}\t{self.group}\t{members}\t{self.names}"
+        return dataclasses.replace(self, text=text.encode(errors="replace")[:_CALL_BYTES])
 
 
 class PageMemory:
@@ -229,7 +229,7 @@ class PageMemory:
         fields[Field.SEQUENCE] += 1
 
     def _write_text(self, at: int, size: int, text: str) -> None:
-        self.memory[at : at + size] = text.encode()[:size].ljust(size, b"\0")
+        self.memory[at : at + size] = text.encode(errors="replace")[:size].ljust(size, b"\0")
 
     def write_call(self, text: bytes) -> None:
         """Write the text of the collective this rank is in."""
@@ -255,6 +255,8 @@ def sync_point_at(index: int) -> int:
 def script_name() -> str:
     """The name of what runs in this process. A launcher knows it before the rank does."""
     name = os.environ.get(SCRIPT) or (os.path.basename(sys.argv[0]) if sys.argv else "")
+    # A file may have a name that is no text; everybody who shows this one expects text.
+    name = os.fsencode(name).decode(errors="replace")
     return name if name not in ("", "-c") else "python"
 
 

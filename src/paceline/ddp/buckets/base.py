@@ -88,6 +88,9 @@ class Bucket:
             map(type, map(gradient_of, self.parameters))
         )
 
+    def restore_views(self) -> None:
+        """Notice what callers have done to the memory of gradients that lie in the bucket."""
+
     def prepare(self) -> None:
         """Before a backward: get memory, unless there is some that no caller uses."""
 

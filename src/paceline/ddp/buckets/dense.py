@@ -7,7 +7,9 @@ one native call copies them), `_place_all` (all are there, torch copies them), `
 are missing, sparse, of another dtype, or have a graph).
 
 A caller may keep a gradient, or a slice of one, beyond its step. Reference counts show it, and the
-bucket moves to other memory or leaves a copy behind.
+bucket moves to other memory or leaves a copy behind. A caller may also give the tensor that is our
+view other memory (`p.grad.data = ...`, `p.grad.set_()`, and `module.to_empty()` or
+`module.share_memory()`, which do the same). Addresses and strides show that: `restore_views`.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ _REFERENCES_IN_LOOP = 4
 _dtype_of: Callable[[Any], torch.dtype] = attrgetter("dtype")
 _has_graph: Callable[[Any], bool] = attrgetter("requires_grad")
 _address_of: Callable[[Any], int] = torch.Tensor.data_ptr
+_strides_of: Callable[[Any], tuple[int, ...]] = torch.Tensor.stride
 _is_contiguous: Callable[[Any], bool] = torch.Tensor.is_contiguous
 
 
@@ -49,6 +52,7 @@ class DenseBucket(Bucket):
         allocate: Callable[[int, torch.device], torch.Tensor | None],
         dtype: torch.dtype | None = None,
         fill: Fill | None = None,
+        reallocate: Callable[[int, int, torch.device], torch.Tensor | None] | None = None,
     ) -> None:
         super().__init__(index, members, parameters)
         first = parameters[0]
@@ -62,7 +66,7 @@ class DenseBucket(Bucket):
         self.nbytes = (
             self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
         )
-        self._allocate = allocate
+        self._allocate, self._reallocate = allocate, reallocate
         # By address only where every gradient lies in memory as its place does.
         self._fill = (
             fill
@@ -72,6 +76,10 @@ class DenseBucket(Bucket):
         self._lengths_bytes = array("Q", [length * self.dtype.itemsize for length in self.lengths])
         self._flat: torch.Tensor | None = None
         self.views: list[torch.Tensor] = []
+        # Where the memory, and each view, was put.
+        self._address = 0
+        self._view_addresses: list[int] = []
+        self._view_strides: list[tuple[int, ...]] = []
         self._references = 0
         self._placed = False  # every `.grad` lies in the bucket already
         # Gradients of parameters this backward did not touch, by position.
@@ -102,18 +110,63 @@ class DenseBucket(Bucket):
             (self.numel,),
             (1,),
         )
+        self._address = self._flat.data_ptr()
         self.views = [self._view(position) for position in range(self.size)]
+        self._view_addresses = [*map(_address_of, self.views)]
+        self._view_strides = [*map(_strides_of, self.views)]
+
+    def restore_views(self) -> None:
+        """Replace views to which a caller has given other memory: to the bucket those tensors are
+        gradients like any other.
+        """
+        if self._flat is None:
+            return
+        if self._flat.data_ptr() != self._address:
+            # The memory itself was moved or freed: share_memory_(), storage.resize_().
+            self._move_back()
+        elif [*map(_address_of, self.views)] != self._view_addresses or [
+            *map(_strides_of, self.views)
+        ] != self._view_strides:
+            self._replace_views()
+
+    def _move_back(self) -> None:
+        if self._reallocate is None:
+            memory = self._allocate(self.nbytes, self.device)
+        else:
+            memory = self._reallocate(self._address, self.nbytes, self.device)
+        assert memory is not None
+        self._lay_out(memory)
+        del memory  # it would count as a reference
+        assert self._flat is not None
+        self._references = storage_users(self._flat)
+
+    def _replace_views(self) -> None:
+        for position in self.positions:
+            if self._is_in_place(position):
+                continue
+            # The caller's tensor may lie where another gradient belongs, which is about to be
+            # overwritten. Assigning `data`, unlike `set_()`, does not count as a change: nobody
+            # takes it for a gradient that has arrived.
+            moved = self.views[position]
+            moved.data = moved.clone()
+            self.views[position] = self._view(position)
+
+    def _is_in_place(self, position: int) -> bool:
+        view = self.views[position]
+        return (
+            view.data_ptr() == self._view_addresses[position]
+            and view.stride() == self._view_strides[position]
+            and view.numel() == self.lengths[position]
+        )
 
     def copy_in(self, position: int) -> None:
         parameter = self.parameters[position]
         gradient = parameter.grad
-        if (
-            self._converts
-            or gradient is None
-            or gradient is self.views[position]
-            or gradient.requires_grad
-            or gradient.is_sparse
-        ):
+        if self._converts or gradient is None or gradient.requires_grad or gradient.is_sparse:
+            return
+        if not self._is_in_place(position):
+            self.restore_views()
+        if gradient is self.views[position]:
             return
         view = self._vacant(position)
         if self._fill is not None and gradient.is_contiguous() and gradient.dtype is self.dtype:
@@ -126,6 +179,7 @@ class DenseBucket(Bucket):
 
     def vacate(self) -> None:
         """The memory is about to be laid out anew: whoever has a gradient in it gets a copy."""
+        self.restore_views()
         for position, parameter in enumerate(self.parameters if self.views else ()):
             if parameter.grad is self.views[position]:
                 parameter.grad = self.views[position].clone()
@@ -149,6 +203,7 @@ class DenseBucket(Bucket):
         if contribute and len(used) == self.size and (self.copy_in_fast() or self._place_all()):
             self._placed = True
             return set(used)
+        self.restore_views()
         used = {position for position in used if self.parameters[position].grad is not None}
         if len(used) < self.size:
             self._keep(position for position in range(self.size) if position not in used)
@@ -162,9 +217,10 @@ class DenseBucket(Bucket):
         """The usual case in one call: every gradient is there, plain, and moves in for good. False
         changes nothing.
         """
-        views = self.views
-        if self._fill is None or not views:
+        if self._fill is None or not self.views:
             return False
+        self.restore_views()
+        views = self.views
         gradients = list(map(gradient_of, self.parameters))
         try:
             addresses = array("Q", map(_address_of, gradients))
@@ -190,6 +246,7 @@ class DenseBucket(Bucket):
         """
         if self._converts:
             return False
+        self.restore_views()
         targets, sources, to_rebind = [], [], []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             gradient = parameter.grad

@@ -1,0 +1,171 @@
+"""`GlobalBatch`: what `training.batches()` yields."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from paceline.errors import StepError
+from paceline.training.input_alignment import align_inputs
+from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
+from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_random import ShardSeeds, seed_generators
+
+__all__ = ["GlobalBatch"]
+
+
+class _State(enum.Enum):
+    """How far the loop over the shards is."""
+
+    NOT_BEGUN = enum.auto()
+    IN_LOOP = enum.auto()
+    LEFT_EARLY = enum.auto()
+    FAILED = enum.auto()
+    COMPLETE = enum.auto()
+
+
+class GlobalBatch:
+    """One global batch. `shards()` yields this rank's shards of it and ends when the gradient of
+    the whole batch is in `.grad`.
+
+    `epoch`, `number` and `step` say which batch it is: of which epoch, which of that epoch, and
+    which of all, from 0 on. `samples` is how many samples it has, on all ranks together.
+    """
+
+    def __init__(
+        self,
+        *,
+        epoch: int,
+        number: int,
+        step: int,
+        plan: BatchPlan,
+        own: Sequence[Shard],
+        inputs: Iterator[Any],
+        setting: PassSetting,
+        seeds: Callable[[int], ShardSeeds],
+        on_complete: Callable[[PassResult], None],
+    ) -> None:
+        self.epoch, self.number, self.step, self.samples = epoch, number, step, plan.samples
+        self._plan, self._own, self._inputs = plan, own, inputs
+        self._setting, self._seeds, self._on_complete = setting, seeds, on_complete
+        self._loaded: list[Any] = []
+        self._passes = 0
+        self._state = _State.NOT_BEGUN
+        self._metrics: dict[str, float] = {}
+        self._pass: ShardPass | None = None
+        self._shard: Shard | None = None
+        seed_generators(seeds(0).before)
+
+    def shards(self) -> Iterator[Any]:
+        """This rank's shards of the batch, one after the other, as the loader's `collate_fn` makes
+        them. Call `backward` for each.
+
+        When the loop ends, `.grad` is the mean over the global batch, equal on every rank, added to
+        what was there before the loop. Another loop over the same batch is another pass: it yields
+        the same shards, for a second backward with the parameters of then.
+
+        Raises:
+            StepError: a shard had no backward, on this rank or another, or the loop before was left
+                early. No rank's gradients have changed.
+        """
+        self.check_not_in_loop("batch.shards() was called again")
+        self._state = _State.IN_LOOP
+        seeds = self._seeds(self._passes)
+        work = self._pass = ShardPass(
+            self._setting, self._plan, seeds, step=self.step, number=self._passes
+        )
+        self._passes += 1
+        failure: StepError | None = None
+        try:
+            for index, shard in enumerate(self._own):
+                inputs = self._input(index)
+                self._shard = shard
+                work.begin(shard)
+                yield inputs
+                try:
+                    work.end(shard)
+                except StepError as error:
+                    failure = error
+                    break
+                finally:
+                    self._shard = None
+        except GeneratorExit:
+            self._state = _State.LEFT_EARLY
+            raise
+        self._state = _State.FAILED
+        result = work.complete(failure)
+        self._pass = None
+        self._metrics.update(result.metrics)
+        self._state = _State.COMPLETE
+        self._on_complete(result)
+
+    def log(self, **metrics: float | torch.Tensor) -> None:
+        """Log numbers of the current shard: the mean over its samples, or a tensor with one or more
+        numbers for each sample. `metrics` then has the mean over the global batch.
+
+        Raises:
+            StepError: this is not inside the loop over `shards()`, or a name was logged twice.
+        """
+        if self._pass is None or self._shard is None:
+            raise StepError(
+                f"batch.log({', '.join(metrics)}) belongs inside the loop over batch.shards()"
+            )
+        for name, value in metrics.items():
+            self._pass.log(self._shard, name, value)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The mean of each logged name over the global batch: the same number on every rank, and
+        at any number of ranks.
+
+        Raises:
+            StepError: the loop over `shards()` has not ended.
+        """
+        if self._state is not _State.COMPLETE:
+            raise StepError(
+                "batch.metrics is known when the loop over batch.shards() has ended, on every rank"
+            )
+        return self._metrics
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the loop over the shards has begun but did not come to its end."""
+        return self._state not in (_State.NOT_BEGUN, _State.COMPLETE)
+
+    def check_not_in_loop(self, what: str) -> None:
+        """Raise `StepError` if the loop over the shards has begun but not ended."""
+        if self._state is _State.IN_LOOP:
+            raise StepError(
+                f"{what} inside the loop over batch.shards(), in step {self.step}. The gradient of "
+                "the global batch is complete when that loop has ended: do it after the loop"
+            )
+        if self._state is _State.LEFT_EARLY:
+            raise StepError(
+                f"{what}, but the loop over batch.shards() of step {self.step} was left early, so "
+                "that the gradient of the global batch is not complete. Let it run to its end"
+            )
+        if self._state is _State.FAILED:
+            raise StepError(f"{what}, but step {self.step} has failed")
+
+    def close(self) -> None:
+        """At the end of the loop's body: take the inputs that nobody wanted from the loader."""
+        self.check_not_in_loop("The next batch was asked for")
+        if self._state is _State.NOT_BEGUN:
+            for index in range(len(self._own)):
+                self._input(index)
+            self._on_complete(PassResult({}, set()))
+        self.release_inputs()
+
+    def release_inputs(self) -> None:
+        """Let go of the loader, whose workers end when nobody iterates over it any more."""
+        self._inputs = iter(())
+        self._loaded.clear()
+
+    def _input(self, index: int) -> Any:
+        # Kept for another pass over the batch.
+        while len(self._loaded) <= index:
+            self._loaded.append(align_inputs(next(self._inputs)))
+        return self._loaded[index]

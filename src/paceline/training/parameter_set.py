@@ -1,0 +1,73 @@
+"""The parameters that a pass collects gradients of, and the form of each gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from paceline.training.gradient_sums import DENSE, SUMMED_AS, GradientKinds
+
+__all__ = ["GradientForm", "Forms", "ParameterSet"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GradientForm:
+    """What a gradient looks like while it is summed: real numbers, laid out as its parameter is."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    numel: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+Forms: TypeAlias = tuple[GradientForm, ...]
+
+
+class ParameterSet:
+    """The parameters of a model that require gradients."""
+
+    def __init__(self, model: nn.Module) -> None:
+        named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        self.names = [name for name, _ in named]
+        self.parameters = [parameter for _, parameter in named]
+        self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._forms: dict[GradientKinds, Forms] = {}
+
+    def is_that_of(self, model: nn.Module) -> bool:
+        """Whether the model's parameters are still these."""
+        current = [p for p in model.parameters() if p.requires_grad]
+        return len(current) == len(self.parameters) and all(
+            one is other for one, other in zip(current, self.parameters, strict=True)
+        )
+
+    def has_late_gradients(self) -> bool:
+        """Whether a parameter has a gradient that required none when the pass began."""
+        return any(p.requires_grad and p.grad is not None for p in self._frozen)
+
+    def dense_forms(self, kinds: GradientKinds) -> Forms:
+        """The forms of the dense gradients: the same object for the same kinds."""
+        if kinds not in self._forms:
+            self._forms[kinds] = tuple(
+                _form_of(parameter)
+                for parameter, kind in zip(self.parameters, kinds, strict=True)
+                if kind == DENSE
+            )
+        return self._forms[kinds]
+
+
+def _form_of(parameter: torch.Tensor) -> GradientForm:
+    # Dense memory in the order of the parameter's own; autograd lays gradients out like this too.
+    like = torch.empty_like(parameter, device="meta")
+    if like.is_complex():
+        like = torch.view_as_real(like)
+    return GradientForm(
+        tuple(like.shape),
+        like.stride(),
+        like.numel(),
+        SUMMED_AS.get(like.dtype, like.dtype),
+        parameter.device,
+    )

@@ -1,0 +1,252 @@
+"""One pass over the shards of a global batch: from the first shard of this rank to the gradient of
+all.
+
+    begin(shard)    buffers, gradients and random numbers as every shard finds them
+      ...           the script's forward and backward
+    end(shard)      gradients go into the tree; buffers and metrics are kept
+    complete()      1. every rank's message: which shards it has, buffers, metrics, sparse gradients
+                    2. dense gradients, summed in the order of the tree
+                    3. `.grad`, buffers and metrics are set, the same on every rank
+
+Nothing is applied before all shards are in. A rank whose shard fails takes part in the first
+exchange to say so, and every rank raises.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from paceline.errors import MismatchError, StepError
+from paceline.training.gradient_sums import (
+    DENSE,
+    SPARSE,
+    GradientKinds,
+    Gradients,
+    add_gradients,
+    merged_kinds,
+)
+from paceline.training.group_exchange import Exchange
+from paceline.training.metric_log import MetricLog, global_means
+from paceline.training.parameter_set import ParameterSet
+from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuffers
+from paceline.training.shard_gradients import ShardGradients
+from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_random import ShardSeeds, seed_generators
+from paceline.training.tensor_message import decode, encode
+from paceline.training.tree_sum import Node, TreeSum, subtrees
+
+__all__ = ["PassResult", "PassSetting", "ShardPass"]
+
+
+@dataclasses.dataclass(frozen=True)
+class PassSetting:
+    """What all passes of an epoch have in common."""
+
+    model: nn.Module
+    parameters: ParameterSet
+    buffers: Sequence[NamedBuffer]
+    exchange: Exchange
+    threads: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PassResult:
+    """What a pass leaves beside gradients and buffers."""
+
+    metrics: dict[str, float]
+    changed_buffers: set[str]
+
+
+class ShardPass:
+    """See the module's description. `step` and `number` say which pass this is, in messages."""
+
+    def __init__(
+        self, setting: PassSetting, plan: BatchPlan, seeds: ShardSeeds, step: int, number: int
+    ) -> None:
+        self._setting, self._plan, self._seeds = setting, plan, seeds
+        self._step, self._number = step, number
+        self._gradients = ShardGradients(setting.parameters.parameters, plan)
+        self._buffers = ShardBuffers(setting.buffers, plan)
+        self._logs: dict[int, MetricLog] = {}
+
+    def begin(self, shard: Shard) -> None:
+        """Let a shard find everything as it would on any rank."""
+        self._gradients.clear()
+        self._logs[shard.number] = MetricLog(shard.samples)
+        seed_generators(self._seeds.of_shard(shard.number))
+
+    def log(self, shard: Shard, name: str, value: float | torch.Tensor) -> None:
+        """Keep a metric of a shard."""
+        self._logs[shard.number].add(name, value)
+
+    def end(self, shard: Shard) -> None:
+        """Take what a shard has computed.
+
+        Raises:
+            StepError: it computed nothing, or in a way that cannot be repeated elsewhere.
+        """
+        if not self._gradients.take(shard):
+            raise StepError(
+                f"no parameter has a gradient after shard {shard.number}: call loss.backward() for "
+                "every shard, inside the loop over batch.shards()"
+            )
+        if self._setting.parameters.has_late_gradients():
+            raise StepError(
+                f"a parameter that required no gradient when the loop over batch.shards() began "
+                f"has one after shard {shard.number}: call requires_grad_() before the loop"
+            )
+        if (threads := torch.get_num_threads()) != self._setting.threads:
+            raise StepError(
+                f"torch.get_num_threads() is {threads} after shard {shard.number}, but the number "
+                f"of threads is part of the bits and was set to {self._setting.threads}: give "
+                "paceline.Training(threads=...) and do not call torch.set_num_threads()"
+            )
+        self._buffers.take(shard)
+
+    def complete(self, failure: StepError | None = None) -> PassResult:
+        """Exchange everything with the other ranks; on return `.grad` is final.
+
+        Raises:
+            StepError: a rank failed.
+            MismatchError: ranks are not in the same step.
+        """
+        try:
+            facts, tensors = self._own_message(failure)
+            received = self._setting.exchange.gather(encode(facts, tensors))
+            messages = [_Message(*decode(message)) for message in received]
+            self._check(messages, failure)
+            total = self._sum(messages)
+        except BaseException:
+            self._gradients.put_back()
+            raise
+        self._gradients.finish(total)
+        by_shard = {
+            number: values for message in messages for number, values in message.buffers.items()
+        }
+        changed = self._buffers.finish(by_shard)
+        metrics = {number: sums for message in messages for number, sums in message.metrics.items()}
+        seed_generators(self._seeds.after)
+        return PassResult(global_means(metrics[n] for n in sorted(metrics)), changed)
+
+    # --- messages ---------------------------------------------------------------------------------
+
+    def _own_message(self, failure: StepError | None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        if failure is not None:
+            return {"place": self._place, "failure": str(failure)}, []
+        tensors: list[torch.Tensor] = []
+        buffers = []
+        for number, values in self._buffers.changed.items():
+            buffers.append([number, list(values)])
+            tensors += values.values()
+        sparse = []
+        for node, gradients in self._gradients.nodes.items():
+            for number, gradient in enumerate(gradients):
+                if gradient is not None and gradient.is_sparse:
+                    sparse.append([node, number, list(gradient.shape)])
+                    tensors += [gradient.indices(), gradient.values()]
+        facts = {
+            "place": self._place,
+            "kinds": self._gradients.kinds(),
+            "buffers": buffers,
+            "sparse": sparse,
+            "metrics": [[number, log.sums()] for number, log in self._logs.items()],
+        }
+        return facts, tensors
+
+    @property
+    def _place(self) -> str:
+        return f"step {self._step}, pass {self._number}"
+
+    def _check(self, messages: Sequence[_Message], failure: StepError | None) -> None:
+        places = {rank: message.place for rank, message in enumerate(messages)}
+        if len(set(places.values())) > 1:
+            raise MismatchError(
+                f"ranks are in different steps: {places}. Code outside of the loop over "
+                "batch.shards() must do the same on every rank",
+                places,
+            )
+        for rank, message in enumerate(messages):
+            if message.failure is not None:
+                raise StepError(
+                    f"{self._place} counts on no rank, because rank {rank} failed: "
+                    f"{message.failure}",
+                    rank,
+                ) from failure
+
+    # --- gradients --------------------------------------------------------------------------------
+
+    def _sum(self, messages: Sequence[_Message]) -> Gradients:
+        kinds = merged_kinds([message.kinds for message in messages])
+        sums: dict[int, torch.Tensor | None] = {}
+        sums.update(self._sum_dense(messages, kinds))
+        sums.update(self._sum_sparse(messages, kinds))
+        return [sums.get(number) for number in range(len(kinds))]
+
+    def _sum_dense(
+        self, messages: Sequence[_Message], kinds: GradientKinds
+    ) -> dict[int, torch.Tensor | None]:
+        numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
+        if not numbers:
+            return {}
+        leaves = len(self._plan.shards)
+        own = {
+            node: [gradients[number] for number in numbers]
+            for node, gradients in self._gradients.nodes.items()
+        }
+        self._gradients.nodes.clear()
+        total = self._setting.exchange.sum_nodes(
+            own,
+            [subtrees(message.shards, leaves) for message in messages],
+            self._setting.parameters.dense_forms(kinds),
+            leaves,
+        )
+        return dict(zip(numbers, total, strict=True))
+
+    def _sum_sparse(
+        self, messages: Sequence[_Message], kinds: GradientKinds
+    ) -> dict[int, torch.Tensor | None]:
+        numbers = [number for number, kind in enumerate(kinds) if kind == SPARSE]
+        if not numbers:
+            return {}
+        # All of them travelled in the messages: every rank adds all.
+        leaves = len(self._plan.shards)
+        tree = TreeSum[Gradients](leaves, add_gradients)
+        for message in messages:
+            for node in subtrees(message.shards, leaves):
+                tree.add_node(node, [message.sparse.get((node, number)) for number in numbers])
+        parameters = self._setting.parameters.parameters
+        return {
+            number: None if gradient is None else gradient.to(parameters[number].device)
+            for number, gradient in zip(numbers, tree.root, strict=True)
+        }
+
+
+class _Message:
+    """What one rank says at the end of a pass."""
+
+    def __init__(self, facts: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        self.place: str = facts["place"]
+        self.failure: str | None = facts.get("failure")
+        self.kinds: GradientKinds = facts.get("kinds", "")
+        self.metrics = dict(facts.get("metrics", []))
+        following = iter(tensors)
+        self.buffers: dict[int, BufferValues] = {
+            shard: {number: next(following) for number in numbers}
+            for shard, numbers in facts.get("buffers", [])
+        }
+        self.sparse: dict[tuple[Node, int], torch.Tensor] = {}
+        for (level, index), number, shape in facts.get("sparse", []):
+            indices, values = next(following), next(following)
+            self.sparse[(level, index), number] = torch.sparse_coo_tensor(
+                indices, values, shape, is_coalesced=True, check_invariants=False
+            )
+
+    @property
+    def shards(self) -> list[int]:
+        """The shards this rank has computed."""
+        return sorted(self.buffers)

@@ -1,0 +1,513 @@
+"""`paceline.Training`: training whose bits do not depend on the number of ranks.
+
+    training = paceline.Training(model, optimizer, loader, shards=8, seed=1)
+    for epoch in training.epochs(10):
+        for batch in training.batches():              # one global batch
+            for x, y in batch.shards():               # those of its shards that this rank computes
+                loss = F.cross_entropy(model(x), y)
+                loss.backward()
+                batch.log(loss=loss)
+            optimizer.step()                          # `.grad` is that of the global batch
+            optimizer.zero_grad()
+
+Everything that goes into a shard's result is a function of (seed, step, shard), and results of
+shards are added in one fixed tree. So it does not matter who computes which of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline import checkpoint
+from paceline._malloc import keep_freed_memory
+from paceline.data import DataLoader
+from paceline.data.batch_requests import BatchRange
+from paceline.data.rng import check_seed
+from paceline.ddp.buffers import broadcast
+from paceline.errors import ConfigError, MismatchError, PacelineError
+from paceline.rank_env import current_rank_and_world
+from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
+from paceline.training.checkpoint_directory import CheckpointDirectory
+from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
+from paceline.training.global_batch import GlobalBatch
+from paceline.training.group_exchange import Exchange, GroupExchange, SingleRank
+from paceline.training.input_alignment import align_model
+from paceline.training.model_checks import (
+    Optimizers,
+    check_loader,
+    check_model,
+    check_state,
+    named_optimizers,
+)
+from paceline.training.parameter_set import ParameterSet
+from paceline.training.shard_buffers import named_buffers
+from paceline.training.shard_pass import PassResult, PassSetting
+from paceline.training.shard_plan import Shard, ShardPlan, deal
+from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.tensor_message import decode, encode
+
+__all__ = ["Training"]
+
+_VERSION = 1
+
+
+class Training:
+    """Trains `model` to the same bits at any number of ranks.
+
+    A global batch is cut into `shards` parts, which the ranks share out. Weights, buffers,
+    optimizer state, logged metrics and the order of the data do not depend on how many ranks there
+    are, or on which rank computes what; nor does a run that was saved on one number of ranks and
+    goes on, from the middle of an epoch, on another.
+
+    Code outside of the loop over `batch.shards()` runs on every rank and must do the same there.
+
+    Args:
+        model: the bare module.
+        optimizer: an optimizer, or several: a list, or a dictionary with their names.
+        loader: a `paceline.DataLoader`, whose batches are global.
+        shards: how many parts a global batch is cut into. It bounds how many ranks are of use.
+        seed: of the random numbers that are drawn during training.
+        threads: of torch, while it trains; bits depend on it.
+        state: further objects to save and load, by name: schedulers, a GradScaler, an average of
+            the weights, anything with `state_dict` and `load_state_dict`.
+        checkpoint: a directory. Training goes on from the newest whole checkpoint in it, if there
+            is one, and writes new ones: every `save_every`, when a signal asks for it
+            (`paceline.save_requested`), and at the end of `epochs()`. All ranks read it; rank 0
+            writes, in the background. SIGTERM saves and ends the loops.
+        save_every: a number of steps, or a `datetime.timedelta`.
+        keep: how many checkpoints are kept.
+        strict: False only warns where ranks, or a saved state, are of another kind of machine or
+            another version of torch, which may change bits.
+
+    Raises:
+        ConfigError: something cannot be trained this way; the message says what to use instead.
+        MismatchError: ranks disagree about an argument, or are on different kinds of machines.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizers,
+        loader: DataLoader[Any],
+        *,
+        shards: int = 8,
+        seed: int = 0,
+        threads: int = 1,
+        state: Mapping[str, Any] | None = None,
+        checkpoint: str | os.PathLike[str] | None = None,
+        save_every: SaveEvery = None,
+        keep: int = 3,
+        strict: bool = True,
+    ) -> None:
+        check_model(model)
+        self._sampler = check_loader(loader)
+        self._optimizers = named_optimizers(optimizer, model)
+        self._state = check_state(state or {})
+        self._plan = ShardPlan(self._sampler.batch_size, shards)
+        if threads < 1:
+            raise ConfigError(f"threads must be at least 1, found {threads}")
+        self.model, self.loader = model, loader
+        self.shards, self.seed, self.threads = shards, check_seed(seed), threads
+        self.strict = strict
+        self._exchange = _exchange(shards)
+        keep_freed_memory(self._exchange.size)
+        align_model(model)
+        self._epoch, self._batches_done, self._step = 0, 0, 0
+        self._epoch_done = False
+        self._batch: GlobalBatch | None = None
+        self._counted_step = -1
+        self._changed_buffers: set[str] = set()
+        self._parameters = ParameterSet(model)
+        self._inputs = loader.range_loader(_Ranges(self))
+        self._make_ranks_agree()
+        for each in self._optimizers.values():
+            each.register_step_pre_hook(self._before_optimizer_step)
+        self._stopping = False
+        self._saves = self._automatic_saves(checkpoint, save_every, keep)
+        if self._saves is not None:
+            self._saves.resume(self.load_state_dict)
+            self._saves.skip(self._place)
+
+    # --- the loop ---------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """How many global batches have been completed since training began."""
+        return self._step
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is running, or the next one if none is."""
+        return self._epoch
+
+    @property
+    def fingerprint(self) -> Fingerprint:
+        """What else the bits depend on: the machine, torch, its settings."""
+        return take_fingerprint()
+
+    @property
+    def stopping(self) -> bool:
+        """Whether a signal (SIGTERM) has ended the loops, after a checkpoint was written."""
+        return self._stopping
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The numbers of the epochs up to `count`, from the one that training has reached."""
+        while not self._stopping:
+            if self._epoch_done:
+                self._begin_next_epoch()
+            if self._epoch >= count:
+                break
+            epoch = self._epoch
+            yield epoch
+            # A loop over its batches that was left early does not come back to them.
+            if self._epoch == epoch and not self._stopping:
+                self._epoch_done = True
+        if self._saves is not None and not self._stopping:
+            self._saves.finish(self._step, self._place, self.state_dict)
+
+    def batches(self) -> Iterator[GlobalBatch]:
+        """The global batches of the epoch, from the one that training has reached.
+
+        While this loop runs, Python's, numpy's and torch's random number generators are seeded for
+        every step and shard, and torch has `threads` threads; afterwards both are as before.
+
+        Raises:
+            StepError: the loop over a batch's shards was left early.
+        """
+        self._check_not_in_shards("training.batches() was called")
+        if self._epoch_done:
+            self._begin_next_epoch()
+        with self._training_environment():
+            buffers = named_buffers(self.model)
+            inputs = iter(self._inputs)
+            for number in range(self._batches_done, len(self._sampler)):
+                plan = self._plan.cut(self._sampler.share(number).size)
+                if not self._parameters.is_that_of(self.model):
+                    self._parameters = ParameterSet(self.model)
+                setting = PassSetting(
+                    self.model, self._parameters, buffers, self._exchange, self.threads
+                )
+                step = self._step
+                self._batch = GlobalBatch(
+                    epoch=self._epoch,
+                    number=number,
+                    step=step,
+                    plan=plan,
+                    own=self._own_shards(number),
+                    inputs=inputs,
+                    setting=setting,
+                    seeds=lambda pass_number, step=step: ShardSeeds(  # type: ignore[misc]
+                        self.seed, step, pass_number, self.shards
+                    ),
+                    on_complete=self._count_pass,
+                )
+                yield self._batch
+                self._batch.close()
+                self._batch = None
+                if self._save_if_due():
+                    return
+            self._epoch_done = True
+
+    def _leave_batches(self) -> None:
+        """The loop over the batches is over, or was left. A loop over shards that was left early is
+        remembered: what follows must not use its gradients.
+        """
+        if self._batch is not None:
+            self._batch.release_inputs()
+            if not self._batch.is_open:
+                self._batch = None
+
+    @contextlib.contextmanager
+    def _training_environment(self) -> Iterator[None]:
+        generators, threads = TrainingRandomState(), torch.get_num_threads()
+        torch.set_num_threads(self.threads)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            generators.restore()
+            self._leave_batches()
+
+    def _save_if_due(self) -> bool:
+        """Between two batches; True if training is to stop."""
+        if self._saves is not None:
+            self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
+        return self._stopping
+
+    @property
+    def _place(self) -> tuple[int, int, int]:
+        done = self._epoch_done
+        return self._step, self._epoch + done, 0 if done else self._batches_done
+
+    def _begin_next_epoch(self) -> None:
+        self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
+        self._sampler.position.seek(self._epoch, 0)
+
+    def _count_pass(self, result: PassResult) -> None:
+        self._changed_buffers |= result.changed_buffers
+        # Another pass over the same batch is not another step.
+        assert self._batch is not None
+        if self._counted_step != self._batch.step:
+            self._counted_step = self._batch.step
+            self._step += 1
+            self._batches_done += 1
+            self._sampler.position.seek(self._epoch, self._batches_done)
+
+    def _ranges(self) -> Iterator[BatchRange]:
+        """What this rank loads in the rest of the epoch, seen from now."""
+        epoch, numbers = self._epoch, range(self._batches_done, len(self._sampler))
+        return (
+            BatchRange(epoch, number, shard.start, shard.stop)
+            for number in numbers
+            for shard in self._own_shards(number)
+        )
+
+    def _own_shards(self, number: int) -> Sequence[Shard]:
+        plan = self._plan.cut(self._sampler.share(number).size)
+        return deal(plan.shards, self._exchange.size)[self._exchange.rank]
+
+    def _before_optimizer_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
+        self._check_not_in_shards("optimizer.step() was called")
+        if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
+            raise ConfigError(
+                f"{type(optimizer).__name__}.step(closure) computes gradients by itself, which "
+                "would be those of one rank. Use an optimizer that needs no closure"
+            )
+
+    def _check_not_in_shards(self, what: str) -> None:
+        if self._batch is not None:
+            self._batch.check_not_in_loop(what)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training needs to go on, on any number of ranks: after the global batch that was
+        completed last.
+
+        Call it after `optimizer.step()`. After the loop over `batches()` it counts the epoch as
+        over: call it at the end of the epoch's body.
+
+        Raises:
+            StepError: this is inside the loop over `batch.shards()`.
+        """
+        self._check_not_in_shards("training.state_dict() was called")
+        step, epoch, batch = self._place
+        model = self.model.state_dict()
+        return {
+            "version": _VERSION,
+            **self._identity,
+            "fingerprint": self.fingerprint,
+            "step": step,
+            "loader": self._sampler.state_at(epoch, batch),
+            "model": model,
+            "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
+            "state": {name: each.state_dict() for name, each in self._state.items()},
+            # What a state dict of torch leaves out, but the next step depends on.
+            "buffers": {
+                buffer.name: buffer.current.detach()
+                for buffer in named_buffers(self.model)
+                if buffer.name in self._changed_buffers and buffer.name not in model
+            },
+            "gradients": {
+                name: parameter.grad
+                for name, parameter in self.model.named_parameters()
+                if parameter.grad is not None
+            },
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], strict: bool | None = None) -> None:
+        """Go on from a saved state, saved on any number of ranks.
+
+        Args:
+            state: what `state_dict()` returned.
+            strict: whether another kind of machine or version of torch is refused; that of the
+                constructor by default. False only warns.
+
+        Raises:
+            ConfigError: the state is of other data, another order, or another way of training.
+            StepError: this is inside the loop over `batch.shards()`.
+        """
+        self._check_not_in_shards("training.load_state_dict() was called")
+        if self._batch is not None:
+            raise ConfigError(
+                "load_state_dict() was called inside the loop over training.batches(), which would "
+                "go on with the batches of before: load before the loops"
+            )
+        self._check_saved(state, self.strict if strict is None else strict)
+        self._sampler.load_state_dict(state["loader"])
+        self.model.load_state_dict(state["model"])
+        for kind, objects in (("optimizers", self._optimizers), ("state", self._state)):
+            for name, each in objects.items():
+                each.load_state_dict(state[kind][name])
+        self._epoch, self._batches_done = self._sampler.position.epoch, self._sampler.position.batch
+        self._step, self._counted_step, self._epoch_done = state["step"], -1, False
+        self._load_extras(state)
+
+    def _load_extras(self, state: Mapping[str, Any]) -> None:
+        self._changed_buffers = set(state["buffers"])
+        for buffer in named_buffers(self.model):
+            if buffer.name in state["buffers"]:
+                buffer.set(buffer.current, state["buffers"][buffer.name])
+        for name, parameter in self.model.named_parameters():
+            gradient = state["gradients"].get(name)
+            # Sparse tensors are copied as they are; a dense one gets the parameter's layout.
+            if gradient is not None and not gradient.is_sparse:
+                gradient = torch.empty_like(parameter).copy_(gradient)
+            parameter.grad = gradient
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write `state_dict()` to a file with `paceline.save`; all ranks call it."""
+        checkpoint.save(path, training=self)
+
+    def load(self, path: str | os.PathLike[str], strict: bool | None = None) -> None:
+        """Read a file of `save`; all ranks call it. See `load_state_dict`."""
+        checkpoint.load(path, training=_Loading(self, strict))
+
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a saved state must have in common with this training."""
+        return {
+            "shards": self.shards,
+            "seed": self.seed,
+            "threads": self.threads,
+            "optimizer kinds": {
+                name: type(each).__qualname__ for name, each in self._optimizers.items()
+            },
+            "state names": sorted(self._state),
+        }
+
+    def _check_saved(self, state: Mapping[str, Any], strict: bool) -> None:
+        missing = {"version", "step", "loader", "model", *self._identity} - set(state)
+        if missing or state["version"] != _VERSION:
+            raise ConfigError(
+                f"this is not a state that paceline.Training saved, or one of another version: "
+                f"found {sorted(state)}"
+            )
+        changed = [
+            f"{name} was {state[name]!r} and is now {value!r}"
+            for name, value in self._identity.items()
+            if state[name] != value
+        ]
+        if changed:
+            raise ConfigError(
+                f"the saved state was trained in another way: {'; '.join(changed)}. Make the "
+                "Training with the arguments it was saved with (the number of ranks may differ)"
+            )
+        found = differences(state["fingerprint"], self.fingerprint)
+        _report_differences("the state was saved elsewhere", found, strict)
+
+    def _automatic_saves(
+        self, directory: str | os.PathLike[str] | None, save_every: SaveEvery, keep: int
+    ) -> AutomaticSaves | None:
+        if directory is None:
+            if save_every is not None:
+                raise ConfigError(
+                    f"save_every={save_every!r} needs checkpoint=, the directory to save to"
+                )
+            return None
+        return AutomaticSaves(CheckpointDirectory(directory, keep), save_every, self._exchange)
+
+    # --- at the start -----------------------------------------------------------------------------
+
+    def _make_ranks_agree(self) -> None:
+        """Compare what must be the same on every rank; parameters and buffers follow rank 0."""
+        if self._exchange.size == 1:
+            return
+        own = {
+            "arguments": {**self._identity, **self._sampler.state_at(0, 0)},
+            "fingerprint": self.fingerprint,
+            "model": _digest(self.model.state_dict().values()),
+            "optimizers": repr([_hyperparameters(each) for each in self._optimizers.values()]),
+        }
+        ranks = [decode(message)[0] for message in self._exchange.gather(encode(own))]
+        for name in ("arguments", "optimizers"):
+            values = {rank: str(facts[name]) for rank, facts in enumerate(ranks)}
+            if len(set(values.values())) > 1:
+                table = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
+                raise MismatchError(
+                    f"ranks disagree about the {name} of paceline.Training:\n{table}", values
+                )
+        for rank, facts in enumerate(ranks):
+            found = differences(ranks[0]["fingerprint"], facts["fingerprint"])
+            _report_differences(f"rank {rank} differs from rank 0", found, self.strict)
+        if len({facts["model"] for facts in ranks}) > 1:
+            group = dist.group.WORLD
+            assert group is not None
+            broadcast(group, [*self.model.parameters(), *self.model.buffers()], 0)
+
+
+class _Ranges:
+    """What a training's loader loads: another list in every pass."""
+
+    def __init__(self, training: Training) -> None:
+        self._training = training
+
+    def __iter__(self) -> Iterator[BatchRange]:
+        return self._training._ranges()
+
+
+class _Loading:
+    """A training that `paceline.load` loads into."""
+
+    def __init__(self, training: Training, strict: bool | None) -> None:
+        self._training, self._strict = training, strict
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._training.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._training.load_state_dict(state, self._strict)
+
+
+def _exchange(shards: int) -> Exchange:
+    rank, world_size = current_rank_and_world()
+    if world_size == 1:
+        return SingleRank()
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if group is None:
+        raise ConfigError(
+            f"this is rank {rank} of {world_size}, but there is no process group: call "
+            "paceline.init_process_group() before making the Training"
+        )
+    if world_size > shards:
+        raise ConfigError(
+            f"{world_size} ranks share shards={shards}, so some would never have anything to "
+            f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
+            "other bits)"
+        )
+    return GroupExchange(group)
+
+
+def _report_differences(what: str, found: list[str], strict: bool) -> None:
+    if not found:
+        return
+    message = f"{what}, so that bits may differ: {'; '.join(found)}"
+    if strict:
+        raise PacelineError(f"{message}. Use the same there, or strict=False to accept it")
+    warnings.warn(message, stacklevel=4)
+
+
+def _digest(tensors: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and tensor.numel():
+            digest.update(
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()
+
+
+def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+    return [
+        {name: str(value) for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]

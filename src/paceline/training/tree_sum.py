@@ -1,0 +1,72 @@
+"""One fixed binary tree over shard numbers, in which everything that shards contribute is added.
+
+Node (level, index) is the sum of shards index * 2**level up to (index + 1) * 2**level - 1. It is
+the sum of its two children; where the right child has no shards, it is the left one, untouched. Who
+computed which shard decides only where the children of a node meet, never what is added to what:
+
+    level 3                 01234
+                          /       \\
+    level 2           0123         4
+                     /    \\        |
+    level 1        01      23      4
+                  /  \\    /  \\     |
+    level 0      0    1  2    3    4
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeAlias, TypeVar
+
+__all__ = ["Node", "TreeSum", "subtrees"]
+
+_T = TypeVar("_T")
+Node: TypeAlias = tuple[int, int]  # level, index
+
+
+class TreeSum(Generic[_T]):
+    """Adds values at the leaves, or at nodes that others have summed already, in any order.
+
+    `nodes` holds the sums that wait for their sibling: with the shards of one rank, which are
+    contiguous, at most two for each level, and for shards that came in order one.
+
+    Args:
+        leaves: how many shards there are, numbered from 0.
+        add: the sum of a left and a right value; it may reuse the memory of either.
+    """
+
+    def __init__(self, leaves: int, add: Callable[[_T, _T], _T]) -> None:
+        self._leaves, self._add = leaves, add
+        self._height = (leaves - 1).bit_length()
+        self.nodes: dict[Node, _T] = {}
+
+    def add_leaf(self, number: int, value: _T) -> None:
+        """Add the value of one shard."""
+        self.add_node((0, number), value)
+
+    def add_node(self, node: Node, value: _T) -> None:
+        """Add the sum of all shards below a node."""
+        level, index = node
+        while level < self._height:
+            if (index ^ 1) << level < self._leaves:
+                sibling = self.nodes.pop((level, index ^ 1), None)
+                if sibling is None:
+                    break
+                # Left plus right, also for the sake of what NaN remembers.
+                left, right = (sibling, value) if index % 2 else (value, sibling)
+                value = self._add(left, right)
+            level, index = level + 1, index // 2
+        self.nodes[level, index] = value
+
+    @property
+    def root(self) -> _T:
+        """The sum of all shards, once all have been added."""
+        return self.nodes[self._height, 0]
+
+
+def subtrees(numbers: Iterable[int], leaves: int) -> list[Node]:
+    """The nodes that a rank with these shards holds when it has computed them, in order."""
+    tree = TreeSum[int](leaves, lambda left, _: left)
+    for number in numbers:
+        tree.add_leaf(number, 0)
+    return sorted(tree.nodes, key=lambda node: node[1] << node[0])
