@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 8
+#define PLC_ABI_VERSION 9
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -281,6 +281,16 @@ typedef struct {
 PLC_API int plc_update_arrays(const plc_update *update);
 /* The same with the instructions of one set by name, to compare them. */
 PLC_API int plc_update_with(const char *instruction_set, const plc_update *update);
+
+/* --- meetings: some ranks of a communicator wait for each other
+ * ------------------------------ */
+#define PLC_MEETING_NUMBERS 2
+PLC_API uint64_t plc_meeting_bytes(uint32_t ranks); /* of shared memory, zero at first */
+/* Come to the meeting of this number, and wait for the ranks that `present` says (a byte per rank,
+ * this one's included). `out`: what each of them brought, PLC_MEETING_NUMBERS per rank. Numbers
+ * grow from meeting to meeting, even and odd in turn, and are the same on all who come. [GIL] */
+PLC_API int plc_meet(plc_comm *comm, void *meeting, uint32_t number, const uint8_t *present,
+                     const uint64_t *numbers, uint64_t *out, int64_t timeout_ns);
 
 /* --- flags: words in shared memory that one process raises and another waits for; no communicator
  * needed ---------- */

@@ -12,7 +12,7 @@ import ctypes
 import os
 import pathlib
 
-__all__ = ["KEEP_MEMORY", "keep_freed_memory"]
+__all__ = ["KEEP_MEMORY", "keep_freed_memory", "return_freed_memory"]
 
 KEEP_MEMORY = "PACELINE_KEEP_MEMORY"  # 0: leave the allocator alone
 _GLIBC_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_")
@@ -47,6 +47,13 @@ def keep_freed_memory(processes: int) -> bool:
             return False
         _limit = limit
     return True
+
+
+def return_freed_memory() -> None:
+    """Return to the system what is free now: much was freed that will not be needed again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def _is_set_by_user() -> bool:

@@ -18,6 +18,7 @@ static const scenario scenarios[] = {
     SCENARIO(external_buckets),
     SCENARIO(two_groups),
     SCENARIO(updates),
+    SCENARIO(meetings),
     SCENARIO(mismatch),
     SCENARIO(mismatch_submitted),
     SCENARIO(abort_by_thread),

@@ -91,3 +91,60 @@ void updates(uint64_t seed) {
             free_arrays(cut);
         }
 }
+
+/* --- meetings: ranks that have data make an update, the others are not waited for ------------- */
+enum { MEETINGS = 200, NUMBERS = 4096 };
+
+typedef struct {
+    _Alignas(64) unsigned char attendance[64 * 64];
+    float parameter[NUMBERS], gradient[NUMBERS];
+} shared_update;
+
+static void meet_and_update(rank_thread *self) {
+    shared_update *shared = self->in->shared;
+    uint64_t addresses[ROWS] = {(uint64_t)(uintptr_t)shared->parameter,
+                                (uint64_t)(uintptr_t)shared->gradient};
+    uint64_t count = NUMBERS, brought[2], found[2 * 8];
+    uint32_t kind = PLC_F32;
+    uint8_t present[8];
+    for (uint32_t m = 0; m < MEETINGS; m++) {
+        /* The same on all ranks, and at least one comes. */
+        uint64_t state = self->seed + m;
+        uint32_t ranks = 0, part = 0, certain = (uint32_t)below(&state, self->ranks);
+        for (uint32_t r = 0; r < self->ranks; r++) {
+            present[r] = r == certain || below(&state, 4) > 0;
+            if (r == self->rank) part = ranks;
+            ranks += present[r];
+        }
+        /* Who misses one comes to a later one. */
+        CHECK_STATUS(PLC_OK, barrier(self));
+        if (!present[self->rank]) continue;
+        brought[0] = m;
+        brought[1] = self->rank;
+        CHECK_STATUS(PLC_OK, plc_meet(self->comm, shared->attendance, 2 * m + 2, present, brought,
+                                      found, -1));
+        for (uint32_t r = 0; r < self->ranks; r++)
+            CHECK(!present[r] || (found[2 * r] == m && found[2 * r + 1] == r), "rank %u", r);
+        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .part = part, .parts = ranks,
+                        .threads = 1, .arrays = 1, .addresses = addresses, .counts = &count,
+                        .kinds = &kind};
+        CHECK_STATUS(PLC_OK, plc_update_arrays(&u));
+        CHECK_STATUS(PLC_OK, plc_meet(self->comm, shared->attendance, 2 * m + 3, present, brought,
+                                      found, -1));
+        for (uint32_t i = 0; i < NUMBERS; i += 97)
+            CHECK(shared->parameter[i] == -(float)(m + 1), "%g at %u after meeting %u",
+                  (double)shared->parameter[i], i, m);
+    }
+}
+
+void meetings(uint64_t seed) {
+    world w = new_world(4, 20000);
+    shared_update *shared = aligned_alloc(64, ALIGN_UP(sizeof *shared, 64));
+    CHECK(shared != NULL && plc_meeting_bytes(4) <= sizeof shared->attendance, "no memory");
+    memset(shared, 0, sizeof *shared);
+    for (uint32_t i = 0; i < NUMBERS; i++) shared->gradient[i] = 1;
+    w.shared = shared;
+    run_world(&w, meet_and_update, seed);
+    free(shared);
+    end_world(&w);
+}

@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import weakref
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
+import torch
 
 import paceline
 from paceline.backend.tensor_layout import all_tensors as flattened
@@ -542,3 +545,21 @@ def exchanges_of_wrong_shape(rank, world):
 
 def test_exchanges_of_wrong_shape_are_refused_before_anything_is_sent():
     run_ranks(2, exchanges_of_wrong_shape)
+
+
+# --- memory ---------------------------------------------------------------------------------------
+def drop_what_was_sent(rank, world):
+    import torch.distributed as dist
+
+    init_group("paceline")
+    large = torch.ones(1_000_000)
+    storage = weakref.ref(large.untyped_storage())
+    dist.broadcast(large, 0)
+    dist.all_reduce(large, async_op=True).wait()
+    del large
+    gc.collect()
+    assert storage() is None
+
+
+def test_a_finished_call_keeps_no_tensors():
+    run_ranks(2, drop_what_was_sent)

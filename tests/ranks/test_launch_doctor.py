@@ -11,7 +11,7 @@ from tests.harness.launched import launched
 
 TOPICS = [
     "versions", "system", "cores", "threads", "memory", "shared memory", "native core", "backends",
-    "accelerator", "environment", "smoke test",
+    "accelerator", "environment", "optimizers", "smoke test",
 ]  # fmt: skip
 
 

@@ -36,11 +36,14 @@ class _RequestTicket(NotifiesOnDrop):
 
     source = ANY_SOURCE
 
-    def __init__(self, comm: Communicator, request: Request, keep: object) -> None:
+    def __init__(self, comm: Communicator, request: Request, keep: object | None) -> None:
         self._comm, self._request, self._keep = comm, request, keep
 
     def wait(self, timeout_ns: int = -1) -> bool:
-        return self._comm.wait(self._request, timeout_ns)
+        done = self._comm.wait(self._request, timeout_ns)
+        if done:
+            self._keep = None  # the call may be remembered for long, its tensors need not be
+        return done
 
     def done(self) -> bool:
         return bool(self._request.finished)
@@ -67,11 +70,14 @@ def _keep_until_finished(call: Request | Message, keep: object) -> None:
 class _MessageTicket(NotifiesOnDrop):
     """A message in progress."""
 
-    def __init__(self, comm: Communicator, message: Message, keep: object) -> None:
+    def __init__(self, comm: Communicator, message: Message, keep: object | None) -> None:
         self._comm, self._message, self._keep = comm, message, keep
 
     def wait(self, timeout_ns: int = -1) -> bool:
-        return self._comm.wait_message(self._message, timeout_ns)
+        done = self._comm.wait_message(self._message, timeout_ns)
+        if done:
+            self._keep = None
+        return done
 
     def done(self) -> bool:
         return bool(self._message.finished)

@@ -28,6 +28,10 @@ _BENCHMARKS: dict[str, tuple[str, str]] = {
         "paceline.bench.bench_ddp",
         "training steps of six models against torch's DistributedDataParallel",
     ),
+    "optim": (
+        "paceline.bench.bench_optim",
+        "training steps with AdamW and SGD: torch's optimizers and paceline.optim",
+    ),
     "observe": (
         "paceline.bench.bench_telemetry",
         "what the status page and the timeline cost a step",

@@ -16,10 +16,13 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from paceline._version import __version__
 from paceline.errors import ConfigError, PacelineError
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["add_arguments", "run"]
 
@@ -65,7 +68,7 @@ class _Finding:
 def run(options: argparse.Namespace) -> int:
     checks: list[Callable[[], _Finding]] = [
         _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends,
-        _accelerator, _environment,
+        _accelerator, _environment, _optimizers,
     ]  # fmt: skip
     if not options.no_smoke_test:
         checks.append(_smoke_test)
@@ -234,6 +237,38 @@ def _environment() -> _Finding:
     return _Finding(
         "environment", f"{env.source}: rank {env.rank} of {env.world_size}{shown}", facts=facts
     )
+
+
+def _optimizers() -> _Finding:
+    """What a step costs here, by whose optimizer it is."""
+    import torch
+
+    import paceline.optim
+
+    makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+        "torch's default": torch.optim.AdamW,
+        "torch's fused=True": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+        "paceline.optim": paceline.optim.AdamW,
+    }
+    times = {name: _best_step_ms(make) for name, make in makers.items()}
+    shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
+    return _Finding(
+        "optimizers", f"AdamW step of a million parameters on the CPU: {shown}", facts=times
+    )
+
+
+def _best_step_ms(make: Callable[[list[Any]], torch.optim.Optimizer]) -> float:
+    import torch
+
+    parameter = torch.nn.Parameter(torch.zeros(1_000_000))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = make([parameter])
+    best = float("inf")
+    for _ in range(6):
+        began = time.perf_counter()
+        optimizer.step()
+        best = min(best, time.perf_counter() - began)
+    return best * 1e3
 
 
 def _smoke_test() -> _Finding:

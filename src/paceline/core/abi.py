@@ -33,7 +33,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -280,6 +280,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_update_arrays": (_I32, [C.POINTER(Update)]),
     "plc_update_with": (_I32, [C.c_char_p, C.POINTER(Update)]),
+    "plc_meeting_bytes": (_U64, [_U32]),
+    "plc_meet": (_I32, [_PTR, _PTR, _U32, _PTR, _PTR, _PTR, _I64]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),

@@ -34,13 +34,13 @@ from paceline.core import abi
 from paceline.core.abi import Kind, Status
 from paceline.core.communicator import Communicator
 from paceline.core.rendezvous import agreed_descriptor
+from paceline.core.shared_memory import reserve, sums_over
 from paceline.errors import ConfigError, NativeError
 
 __all__ = ["HEADER_NUMBERS", "BucketArena"]
 
 HEADER_NUMBERS = 8
 _LONG_COPY_BYTES = 1024 * 1024
-_INT64, _SUM = 7, 0  # plc_dtype, plc_op
 
 
 class BucketArena:
@@ -84,13 +84,8 @@ class BucketArena:
         nbytes = core.plc_arena_bytes(comm.size, bytes_per_rank, buckets)
         handle = C.c_void_p()
 
-        def total(numbers: Sequence[int]) -> Sequence[int]:
-            sums = array("q", numbers)
-            comm.allreduce(sums.buffer_info()[0], len(sums), _INT64, _SUM)
-            return sums
-
         with agreed_descriptor(
-            total, comm.rank, comm.size, lambda descriptor: _reserve(descriptor, nbytes)
+            sums_over(comm), comm.rank, comm.size, lambda descriptor: reserve(descriptor, nbytes)
         ) as shared:
             status = core.plc_arena_open(
                 comm.handle, shared, None, bytes_per_rank, buckets, C.byref(handle)
@@ -210,15 +205,3 @@ def _buffer_type(nbytes: int) -> Any:
     return type(
         "SharedBuffer", (C.c_ubyte * nbytes,), {}
     )  # a subclass: plain arrays cannot be watched for their end
-
-
-def _reserve(descriptor: int, nbytes: int) -> None:
-    """Take the memory now: a shortage becomes an error here, not a SIGBUS amid a step."""
-    try:
-        os.posix_fallocate(descriptor, 0, nbytes)
-    except OSError as error:
-        raise NativeError(
-            f"cannot allocate {nbytes / 2**20:.0f} MiB of shared memory: {error.strerror}. Free "
-            "memory, raise the memory limit of the container, or use smaller models or fewer ranks "
-            "on this host"
-        ) from error

@@ -88,6 +88,10 @@ class ArrayUpdate:
         status = self._run(self._reference)
         assert status == Status.OK, f"the core refused to update types {sorted(set(self._kinds))}"
 
+    def content(self) -> bytes:
+        """What is done, as bytes: rule, hyperparameters, types. Neither where nor by whom."""
+        return bytes(self.numbers)[: abi.Update.part.offset] + self._kinds.tobytes()
+
     def forget_first_update(self) -> None:
         """From now on there is momentum to read."""
         for index, kind in enumerate(self._kinds):

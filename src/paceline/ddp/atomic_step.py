@@ -12,6 +12,7 @@ from paceline.ddp.config import Policy
 from paceline.ddp.failures import concerns_more_than_the_step
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.single_rank import SingleRank
+from paceline.ddp.step_partners import StepPartners
 
 __all__ = ["StepGuard"]
 
@@ -32,8 +33,10 @@ class StepGuard:
         model: torch.nn.Module,
         reducer: Callable[[], Reducer | SingleRank],
         policy: Policy,
+        partners: StepPartners,
     ) -> None:
         self._model, self._reducer, self._policy = model, reducer, policy
+        self._partners = partners
         self._history = reducer().history
         self._gradients: list[tuple[torch.Tensor, torch.Tensor | None]] = []
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -70,6 +73,8 @@ class StepGuard:
         if self._history.agreed_failures == self._agreed_failures:
             # Raised outside forward, or by backward: the peers do not know yet. If they cannot be
             # told, that is what is raised.
+            if self._history.steps > self._steps:
+                self._partners.step_failed()
             reducer.fail(error, "the step")
             if self._history.steps > self._steps:
                 error.add_note(

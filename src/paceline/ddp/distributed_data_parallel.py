@@ -31,6 +31,7 @@ from paceline._torch_internals import (
     remove_optimizer_hooks,
 )
 from paceline.backend import PacelineGroup
+from paceline.core import Communicator
 from paceline.data.received_batches import weight_of_input
 from paceline.ddp.atomic_step import StepGuard
 from paceline.ddp.backward_observer import StepActions
@@ -64,6 +65,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.single_rank import SingleRank
+from paceline.ddp.step_partners import StepPartners, register_model
 from paceline.ddp.sync_batchnorm import SyncBatchNorm
 from paceline.ddp.torch_compat import TorchCompat
 from paceline.ddp.transport import Transport
@@ -95,7 +97,15 @@ _TAKEN_FOR_SAMPLES = (
 # Why torch.compile stays out of what is done around the module's own forward.
 _BOOKKEEPING = "DistributedDataParallel prepares and follows the forward that is compiled"
 # What cannot be pickled, and is made anew from what can.
-_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history", "_watch")
+_NOT_PICKLED = (
+    "process_group",
+    "reducer",
+    "step_partners",
+    "_drift",
+    "_delayed",
+    "_history",
+    "_watch",
+)
 
 
 class _Active:
@@ -218,8 +228,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         self._history = StepHistory()
         if static_graph:
             self._set_static_graph()
+        self.step_partners = StepPartners()
         self._delayed: DelayedParameters | None = None
         self._rebuild()
+        register_model(self)
 
     # ------------------------------------------------------------------- construction
 
@@ -544,6 +556,20 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             )
 
     @property
+    def shared_memory(self) -> Communicator | None:
+        """What joins the ranks, if they are all on one host and their gradients, as those of this
+        model's parameters, are averaged in shared memory; None if not.
+        """
+        reducer = self.reducer
+        if (
+            isinstance(reducer, Reducer)
+            and isinstance(reducer.transport, ShmTransport)
+            and self._low_precision is None
+        ):
+            return reducer.transport.comm
+        return None
+
+    @property
     def compares_replicas_every(self) -> int:
         """How many steps pass between two comparisons of the replicas; 0: none is made."""
         return 0 if self._drift is None else self._drift.every
@@ -830,7 +856,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         of the group, ranks that disagree, Ctrl-C and exit always come through.
         """
         policy = self._config.on_error if on_error is None else check_policy(on_error)
-        return StepGuard(self, lambda: self.reducer, policy)
+        return StepGuard(self, lambda: self.reducer, policy, self.step_partners)
 
     # ------------------------------------------------------------------- no_sync, join
 
@@ -973,8 +999,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self.process_group = _default_group()
         self._history = StepHistory()
+        self.step_partners = StepPartners()
         self._delayed = None
         self._rebuild()
+        register_model(self)
 
 
 class GradientSnapshot:

@@ -25,6 +25,7 @@ class StepHistory:
     """
 
     __slots__ = (
+        "absent",
         "agreed_failures",
         "failures",
         "last_error",
@@ -36,6 +37,7 @@ class StepHistory:
 
     def __init__(self) -> None:
         self.steps = 0  # that were averaged
+        self.absent: tuple[int, ...] = ()  # ranks that had no data in the last step
         self.failures = 0  # steps that ended in an error here
         self.agreed_failures = 0  # those that every rank knows of, so that all can leave them out
         self.last_error = ""
@@ -47,6 +49,9 @@ class StepHistory:
 
     def step_averaged(self) -> None:
         self.steps += 1
+
+    def note_absent(self, ranks: tuple[int, ...]) -> None:
+        self.absent = ranks
 
     def step_failed(self) -> None:
         self.failures += 1

@@ -18,6 +18,7 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -342,6 +343,8 @@ class Reducer(BackwardObserver):
         weights = weights_of([signal.contribution for signal in signals], self.rule)
         step.weight = weights[self.transport.rank]
         self.transport.set_weights(weights)
+        answers = [signal.call is Call.ANSWER for signal in signals]
+        self.history.note_absent(tuple(itertools.compress(range(len(answers)), answers)))
 
     def _launch(self, step: Step, bucket: Bucket) -> None:
         if self.comm_hook is None:
@@ -459,6 +462,8 @@ class Reducer(BackwardObserver):
         try:
             signal = Signal(Call.BACKWARD, contribution)
             is_done = self.transport.reduce_single_bucket(signal, bucket)
+            if is_done:
+                self.history.note_absent(())
             signals: Sequence[Signal] = () if is_done else self._wait_for_all(step)
         finally:
             recorder.leave(then=_OTHER)

@@ -49,6 +49,7 @@ class ShmTransport(Transport):
     def __init__(self, group: PacelineGroup, managed: Sequence[ManagedParameter]) -> None:
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
+        self.comm = group.engine.comm
         parameters = [entry.parameter for entry in managed]
         copied = [parameter for parameter in parameters if not self.sums_in_place(parameter)]
         self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
@@ -58,7 +59,7 @@ class ShmTransport(Transport):
         room = _ALIGNMENT + self._ring_bytes + sum(sizes) + _ALIGNMENT * (len(sizes) + 2)
         # Two plans: the first, and the one made from the order in which gradients arrive.
         self._arena = BucketArena.open(
-            group.engine.comm, bytes_per_rank=room, buckets=1 + 2 * len(managed) + 2
+            self.comm, bytes_per_rank=room, buckets=1 + 2 * len(managed) + 2
         )
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)

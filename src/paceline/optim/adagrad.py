@@ -17,6 +17,7 @@ class Adagrad(NativeOptimizer, torch.optim.Adagrad):
     """`torch.optim.Adagrad`, its step in one pass over memory."""
 
     stock = torch.optim.Adagrad
+    starts_empty = False  # but at `initial_accumulator_value`
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         return ("sum",)

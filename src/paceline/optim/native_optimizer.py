@@ -13,7 +13,8 @@ core is not built.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +22,24 @@ from torch.autograd.graph import increment_version
 
 from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
-from paceline.optim.parameter_table import ParameterTable, TableEntry, gradient_like, is_plain
+from paceline.ddp import DistributedDataParallel
+from paceline.ddp.reducer import Reducer
+from paceline.ddp.step_partners import registrations
+from paceline.optim.parameter_table import (
+    GradientArrays,
+    ParameterTable,
+    TableEntry,
+    gradient_like,
+    is_plain,
+    is_shareable,
+)
+from paceline.optim.shared_step import (
+    SharedStep,
+    Verdict,
+    find_model,
+    is_worth_sharing,
+    refuse_to_share,
+)
 
 __all__ = ["NativeOptimizer", "new_step_counter", "write_common_numbers"]
 
@@ -33,17 +51,45 @@ class NativeOptimizer(torch.optim.Optimizer):
     stock: ClassVar[type[torch.optim.Optimizer]]
     # New state is written by the first step, not read.
     starts_from_gradient: ClassVar[bool] = False
+    # New state is zeros, or written before it is read.
+    starts_empty: ClassVar[bool] = True
     # For GradScaler: the step divides gradients by the scale, and does nothing if one is not
     # finite.
     _step_supports_amp_scaling = True
 
-    _tables: dict[int, ParameterTable]
+    # By the group's number, and whether they are in memory shared by ranks.
+    _tables: dict[tuple[int, bool], ParameterTable]
+    _wants_sharing: bool
+    _shared: SharedStep | None
+    _release: weakref.finalize[..., NativeOptimizer] | None
+    _seen_models: int  # how many had been registered when there was none of ours
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> NativeOptimizer:
         # Here, because copies and unpickled optimizers have no other beginning in common.
         self = super().__new__(cls)
-        self._tables = {}
+        self._tables, self._wants_sharing = {}, False
+        self._shared, self._release, self._seen_models = None, None, 0
         return self
+
+    def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
+        """Arguments are those of torch's class.
+
+        shared: with `paceline.DistributedDataParallel` on ranks of one host, keep parameters and
+            state once per host, and split the step over the ranks. Parameters are then the same
+            memory on all ranks: to change them outside the optimizer, by anything that is not the
+            same when done twice, do it on one rank.
+        """
+        super().__init__(*arguments, **options)
+        self._wants_sharing = shared
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "stock" in vars(cls):
+            signature = inspect.signature(cls.stock)
+            own = inspect.Parameter("shared", inspect.Parameter.KEYWORD_ONLY, default=False)
+            cls.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for inspect
+                parameters=[*signature.parameters.values(), own]
+            )
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
         """The arrays of a parameter's state, in the core's order."""
@@ -68,34 +114,52 @@ class NativeOptimizer(torch.optim.Optimizer):
         if found_inf is not None and found_inf.item():
             return loss
         grad_scale = attributes.get("grad_scale")
-        for index, group in enumerate(self.param_groups):
-            self._step_group(index, group, 1.0 if grad_scale is None else float(grad_scale))
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        if self._wants_sharing and self._share_if_possible():
+            self._step_together(scale)
+        else:
+            for index, group in enumerate(self.param_groups):
+                self._step_group(index, group, group["params"], scale)
         return loss
 
-    def _step_group(self, index: int, group: dict[str, Any], grad_scale: float) -> None:
+    def _step_group(
+        self, index: int, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float
+    ) -> None:
         if not _core_may_step(group):
-            self._step_with_torch(group, group["params"], grad_scale)
+            self._step_with_torch(group, parameters, grad_scale)
             return
-        parameters = group["params"]
-        gradients = [parameter.grad for parameter in parameters]
+        table, gradients = self._tabulate((index, False), group, parameters, grad_scale)
+        table.run(gradients)
+        increment_version(table.parameters)
+
+    def _tabulate(
+        self,
+        key: tuple[int, bool],
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        grad_scale: float,
+    ) -> tuple[ParameterTable, GradientArrays]:
+        """The table of a group's parameters that have gradients, ready to run with these.
+        Parameters that the core cannot step have been stepped by torch.
+        """
+        gradients: list[Any] = [parameter.grad for parameter in parameters]
         if not all(gradient is not None for gradient in gradients):
             parameters = [p for p in parameters if p.grad is not None]
             gradients = [p.grad for p in parameters]
         names = self.state_names(group)
-        table = self._tables.get(index)
-        addresses = (
-            None if table is None else table.matches(parameters, gradients, self.state, names)
-        )
-        if table is None or addresses is None:
+        table = self._tables.get(key)
+        found = None if table is None else table.matches(parameters, gradients, self.state, names)
+        if table is None or found is None:
             table, gradients, others = self._sort(group, parameters, names)
-            self._tables[index] = table
-            if others:
+            self._tables[key] = table
+            if others and key[1]:
+                refuse_to_share(others)
+            elif others:
                 self._step_with_torch(group, others, grad_scale)
-            addresses = table.addresses_of(gradients)
+            found = GradientArrays(gradients)
         self.write_numbers(table.update.numbers, group)
         table.update.numbers.grad_scale = grad_scale
-        table.run(addresses)
-        increment_version(table.parameters)
+        return table, found
 
     def _sort(
         self, group: dict[str, Any], parameters: list[torch.Tensor], names: tuple[str, ...]
@@ -122,12 +186,127 @@ class NativeOptimizer(torch.optim.Optimizer):
         state = self.state[parameter]
         is_new = any(state.get(name) is None for name in names)
         if not state or (is_new and self.starts_from_gradient):
-            state.update(self.new_state(parameter, group))
+            state.update(self._made_state(parameter, group))
         arrays = tuple(state[name] for name in names)
         entry = TableEntry(
             parameter, state, arrays, state.get("step"), is_new and self.starts_from_gradient
         )
         return entry if entry.is_uniform() else None
+
+    def _made_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        shared = self._shared
+        if shared is None or not shared.has_room(parameter, self.state_names(group)):
+            return self.new_state(parameter, group)
+        # Not in this rank's memory first.
+        like = torch.empty_like(parameter, device="meta") if self.starts_empty else parameter
+        state = self.new_state(like, group)
+        shared.adopt_state(parameter, state)
+        return state
+
+    # ----------------------------------------------------------------------------- ranks of a host
+
+    def _share_if_possible(self) -> bool:
+        """Whether parameters and state are in shared memory, from now on at the latest."""
+        if self._shared is not None:
+            return True
+        if self._seen_models == registrations():
+            return False
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        model = find_model(parameters) if is_worth_sharing(parameters) else None
+        if model is None:
+            self._seen_models = registrations()
+            return False
+        # A rank without data is not here, and sharing needs all of them: later.
+        if model.reducer.history.absent:
+            return False
+        self._share(model)
+        return True
+
+    def _share(self, model: DistributedDataParallel) -> SharedStep:
+        reducer = model.reducer
+        assert isinstance(reducer, Reducer)
+        averaged = {id(entry.parameter) for entry in reducer.managed}
+        chosen = [
+            (f"parameter {number} of group {index}", parameter, self.state_names(group))
+            for index, group in enumerate(self.param_groups)
+            for number, parameter in enumerate(group["params"])
+            if id(parameter) in averaged and is_shareable(parameter) and _core_may_step(group)
+        ]
+        counter = new_step_counter(self.param_groups[0])
+        self._tables.clear()
+        if self._release is not None:
+            self._release.detach()
+        self._shared = shared = SharedStep(
+            model, chosen, self.state, counter.dtype, replaced=self._shared
+        )
+        model.step_partners.add(shared)
+        # Whoever changes the parameters when this optimizer is gone does so on every rank.
+        self._release = weakref.finalize(self, shared.release)
+        self._release.atexit = False
+        return shared
+
+    def _step_together(self, grad_scale: float) -> None:
+        shared = self._shared
+        assert shared is not None
+        for index, group in enumerate(self.param_groups):
+            alone = [p for p in group["params"] if p not in shared]
+            if alone:
+                self._step_group(index, group, alone, grad_scale)
+        if shared.is_absent:
+            return
+        present = shared.present
+        work = self._work_together(shared, grad_scale)
+        while (verdict := self._begin_together(shared, present, work)) is Verdict.SHARE_AGAIN:
+            shared = self._share(shared.model)
+            work = self._work_together(shared, grad_scale)
+        if verdict is Verdict.FAILED:
+            shared.raise_failure()
+            return
+        for table, gradients in work:
+            numbers = table.update.numbers
+            numbers.part, numbers.parts = shared.part(present)
+            table.run(gradients)
+        shared.end(present)
+        for table, _ in work:
+            increment_version(table.parameters)
+
+    def _work_together(
+        self, shared: SharedStep, grad_scale: float
+    ) -> list[tuple[ParameterTable, GradientArrays]]:
+        return [
+            self._tabulate((index, True), group, members, grad_scale)
+            for index, group in enumerate(self.param_groups)
+            if (members := [p for p in group["params"] if p in shared])
+        ]
+
+    def _begin_together(
+        self,
+        shared: SharedStep,
+        present: Sequence[int],
+        work: list[tuple[ParameterTable, GradientArrays]],
+    ) -> Verdict:
+        """Wait for the ranks that make the step; unless they do, it has left no trace here."""
+        tables = [table for table, _ in work]
+        verdict = None
+        try:
+            verdict = shared.begin(
+                present,
+                b"".join(table.content() for table in tables),
+                intact=all(map(shared.holds, tables)),
+            )
+            return verdict
+        finally:
+            if verdict is not Verdict.GO:
+                for table in tables:
+                    table.forget_new_state()
+                self._tables.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._shared is not None:
+            self._shared.catch_up()
+        return super().state_dict()
+
+    # ----------------------------------------------------------------------------- torch's own code
 
     def _step_with_torch(
         self, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from itertools import chain
 from operator import attrgetter, is_, itemgetter
 from typing import Any
@@ -20,7 +20,14 @@ import torch
 from paceline.core.dtypes import DTYPE_NAMES
 from paceline.core.update import STATE_ARRAYS, ArrayUpdate, KindFlag
 
-__all__ = ["ParameterTable", "TableEntry", "gradient_like", "is_plain"]
+__all__ = [
+    "GradientArrays",
+    "ParameterTable",
+    "TableEntry",
+    "gradient_like",
+    "is_plain",
+    "is_shareable",
+]
 
 _DTYPES = {
     getattr(torch, name): DTYPE_NAMES.index(name)
@@ -36,11 +43,7 @@ def is_plain(parameter: torch.Tensor) -> bool:
     """Whether the core can read and write this parameter, and read its gradient."""
     gradient = parameter.grad
     return (
-        type(parameter) in (torch.nn.Parameter, torch.Tensor)
-        and parameter.device.type == "cpu"
-        and parameter.layout is torch.strided
-        and parameter.dtype in _DTYPES
-        and _is_dense(parameter)
+        _is_plain_tensor(parameter)
         and gradient is not None
         and type(gradient) in (torch.nn.Parameter, torch.Tensor)
         and gradient.device == parameter.device
@@ -48,6 +51,21 @@ def is_plain(parameter: torch.Tensor) -> bool:
         and gradient.dtype == parameter.dtype
         and gradient.shape == parameter.shape
     )
+
+
+def _is_plain_tensor(parameter: torch.Tensor) -> bool:
+    return (
+        type(parameter) in (torch.nn.Parameter, torch.Tensor)
+        and parameter.device.type == "cpu"
+        and parameter.layout is torch.strided
+        and parameter.dtype in _DTYPES
+        and _is_dense(parameter)
+    )
+
+
+def is_shareable(parameter: torch.Tensor) -> bool:
+    """Whether the core can step this parameter, now or once it has a gradient."""
+    return _is_plain_tensor(parameter) and parameter.numel() > 0
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -78,7 +96,7 @@ class TableEntry:
     """One parameter and its state."""
 
     parameter: torch.Tensor
-    state: Mapping[str, Any]
+    state: MutableMapping[str, Any]
     arrays: tuple[torch.Tensor, ...]
     step: Any
     is_first_update: bool
@@ -116,6 +134,16 @@ class TableEntry:
         )
 
 
+class GradientArrays:
+    """Where the gradients of one step are. Keeps them there: some may be copies made for it."""
+
+    __slots__ = ("_tensors", "addresses")
+
+    def __init__(self, gradients: list[torch.Tensor]) -> None:
+        self._tensors = gradients
+        self.addresses = _addresses(gradients)
+
+
 class ParameterTable:
     """Parameters that one native call updates, and the call."""
 
@@ -139,7 +167,7 @@ class ParameterTable:
             if all(map(_is_contiguous, self.parameters))
             else [parameter.stride() for parameter in self.parameters]
         )
-        self._has_first_updates = any(entry.is_first_update for entry in entries)
+        self._first_updates = [entry for entry in entries if entry.is_first_update]
         self.update = self._new_update(entries, bool(steps))
 
     def _new_update(self, entries: Sequence[TableEntry], count_steps: bool) -> ArrayUpdate:
@@ -159,9 +187,9 @@ class ParameterTable:
         gradients: list[torch.Tensor],
         states: Mapping[torch.Tensor, Mapping[str, torch.Tensor]],
         names: tuple[str, ...],
-    ) -> array[int] | None:
+    ) -> GradientArrays | None:
         """Whether this table still describes these parameters and their state, all of them, and
-        can take their gradients as they are; if so, the addresses of the gradients.
+        can take their gradients as they are; if so, these.
         """
         if len(parameters) != len(self.parameters) or names != self._names[: len(names)]:
             return None
@@ -174,7 +202,7 @@ class ParameterTable:
                 return None
         if _addresses(self._tensors) != self._addresses or not self._takes(gradients):
             return None
-        return _addresses(gradients)
+        return GradientArrays(gradients)
 
     def _takes(self, gradients: list[torch.Tensor]) -> bool:
         counts = array("Q", map(_numel, self.parameters))
@@ -190,18 +218,36 @@ class ParameterTable:
             )
         )
 
-    def addresses_of(self, gradients: list[torch.Tensor]) -> array[int]:
-        """Addresses of gradients that `gradient_like` made."""
-        return _addresses(gradients)
+    def lies_in(self, arrays: range, counters: range) -> bool:
+        """Whether all parameters and arrays of state are at these addresses, and all numbers of
+        steps at those.
+        """
+        counted = len(self._columns) > 0 and self._names[-1] == "step"
+        split = len(self._addresses) - len(self.parameters) * counted
+        return all(at in arrays for at in self._addresses[:split]) and all(
+            at in counters for at in self._addresses[split:]
+        )
 
-    def run(self, gradient_addresses: array[int]) -> None:
-        """Make the step."""
+    def content(self) -> bytes:
+        """What an update of this table does, the same on all ranks that do the same."""
+        return self._counts.tobytes() + self.update.content()
+
+    def run(self, gradients: GradientArrays) -> None:
+        """Make the step, or this process's part of it."""
         most = self.update.most_threads
         self.update.numbers.threads = min(torch.get_num_threads(), most) if most > 1 else 1
-        self.update.run(gradient_addresses)
-        if self._has_first_updates:
+        self.update.run(gradients.addresses)
+        if self._first_updates:
             self.update.forget_first_update()
-            self._has_first_updates = False
+            self._first_updates = []
+
+    def forget_new_state(self) -> None:
+        """The step will not be made with this table: state that it was to write first is not
+        there.
+        """
+        for entry in self._first_updates:
+            for name in self._names:
+                entry.state.pop(name, None)
 
 
 def _addresses(tensors: Iterable[torch.Tensor]) -> array[int]:

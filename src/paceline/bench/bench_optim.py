@@ -1,0 +1,232 @@
+"""`paceline bench optim`: whole training steps - forward, backward, exchange, optimizer - with
+torch's optimizers and with ours, interleaved in one run; and the memory of all ranks together.
+
+The time of a way is the mean step of its best round, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.bench_tools import (
+    join_group,
+    own_memory_mib,
+    print_table,
+    pyplot,
+    write_json,
+)
+from paceline.bench.models import Case, cases
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+__all__ = ["add_arguments", "run"]
+
+_MODELS = ("mlp-64", "transformer", "mlp-17m")
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-4},
+    "SGD": {"lr": 1e-4, "momentum": 0.9},
+}
+# Way -> (whose DistributedDataParallel, whose optimizer, what it is told besides).
+_WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "torch, default": ("torch", "torch", {}),
+    "torch, fused": ("torch", "torch", {"fused": True}),
+    "paceline + torch fused": ("paceline", "torch", {"fused": True}),
+    "paceline.optim": ("paceline", "paceline", {}),
+    "paceline.optim, shared": ("paceline", "paceline", {"shared": True}),
+}
+_MEMORY_MODEL = "mlp-17m"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--ranks", type=int, default=2, help="processes, one thread each (default: 2)"
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=15, help="rounds over all ways of training (default: 15)"
+    )
+    parser.add_argument(
+        "--models", default=",".join(_MODELS), help=f"comma-separated, of: {', '.join(_MODELS)}"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write all figures here")
+    parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
+
+
+def run(options: argparse.Namespace) -> int:
+    names = options.models.split(",")
+    unknown = [name for name in names if name not in _MODELS]
+    if unknown:
+        raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
+    plt = pyplot() if options.plot else None
+    figures = _on_ranks(options.ranks, _measure_all, names, options.rounds)
+    if _MEMORY_MODEL in names:
+        figures["memory_mib"] = {
+            way: _on_ranks(options.ranks, _memory, way) for way in ("torch, fused", *_OURS)
+        }
+    _print(figures, options.ranks)
+    if options.json:
+        write_json(options.json, figures)
+    if plt is not None:
+        _plot(figures, options.plot, plt)
+    return 0
+
+
+_OURS = ("paceline.optim", "paceline.optim, shared")
+
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+def _on_ranks(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Run a function on fresh ranks; what it returns on the first of them."""
+    from torch.multiprocessing.spawn import start_processes
+
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        start_processes(
+            _run_rank,
+            args=(ranks, directory, function, arguments),
+            nprocs=ranks,
+            start_method="spawn",
+        )
+        with open(os.path.join(directory, "result.json")) as file:
+            return json.load(file)
+
+
+def _run_rank(
+    rank: int, world: int, directory: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    import torch.distributed as dist
+
+    join_group("gloo", directory, rank, world)
+    group = dist.new_group(backend="paceline")
+    result = function(group, *arguments)
+    if rank == 0:
+        write_json(os.path.join(directory, "result.json"), result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure_all(group: dist.ProcessGroup, names: list[str], rounds: int) -> dict[str, Any]:
+    return {
+        "step_us": {
+            name: {
+                optimizer: _measure(cases()[name], optimizer, group, rounds)
+                for optimizer in _SETTINGS
+            }
+            for name in names
+        }
+    }
+
+
+def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
+    """Mean step of the best round, by way, in microseconds."""
+    import torch
+    import torch.distributed as dist
+
+    steps = {way: _make_step(case, optimizer, way, group) for way in _WAYS}
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    best = dict.fromkeys(_WAYS, float("inf"))
+    for _ in range(rounds):
+        for way, step in steps.items():
+            dist.barrier()
+            step()  # ranks start together; the first step after a barrier is not timed
+            started = time.perf_counter()
+            for _ in range(case.steps):
+                step()
+            best[way] = min(best[way], (time.perf_counter() - started) / case.steps * 1e6)
+    slowest = torch.tensor(list(best.values()))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(best, slowest.tolist(), strict=True))
+
+
+def _make_step(
+    case: Case, optimizer: str, way: str, group: dist.ProcessGroup
+) -> Callable[[], None]:
+    import torch
+
+    import paceline
+
+    wrapper, maker, besides = _WAYS[way]
+    torch.manual_seed(0)
+    model: torch.nn.Module
+    if wrapper == "torch":
+        model = torch.nn.parallel.DistributedDataParallel(case.build())
+    else:
+        model = paceline.DistributedDataParallel(case.build(), process_group=group)
+    cls = getattr(torch.optim if maker == "torch" else paceline.optim, optimizer)
+    used = cls(model.parameters(), **_SETTINGS[optimizer], **besides)
+    batch = case.batch()
+
+    def step() -> None:
+        used.zero_grad()
+        model(batch).square().mean().backward()
+        used.step()
+
+    return step
+
+
+def _memory(group: dist.ProcessGroup, way: str) -> float:
+    """What training adds to the memory of all ranks together, in MiB: a page of several processes
+    is divided among them.
+    """
+    import torch
+    import torch.distributed as dist
+
+    before = own_memory_mib("smaps_rollup", "Pss")
+    step = _make_step(cases()[_MEMORY_MODEL], "AdamW", way, group)
+    for _ in range(4):
+        step()
+    dist.barrier()
+    total = torch.tensor([own_memory_mib("smaps_rollup", "Pss") - before])
+    dist.all_reduce(total)
+    return float(total)
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def _print(figures: dict[str, Any], ranks: int) -> None:
+    rows = [
+        (name, optimizer, *(f"{us / 1e3:.3f} ms" for us in times.values()))
+        for name, measured in figures["step_us"].items()
+        for optimizer, times in measured.items()
+    ]
+    print_table(
+        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
+        ("model", "optimizer", *_WAYS),
+        rows,
+        text_columns=("model", "optimizer"),
+    )
+    if "memory_mib" in figures:
+        shown = ", ".join(f"{way} {mib:.0f} MiB" for way, mib in figures["memory_mib"].items())
+        print(f"memory that training with AdamW adds, all {ranks} ranks together: {shown}")
+
+
+def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:
+    """How many times as fast as torch's default, by model and optimizer."""
+    figure, axes = plt.subplots(figsize=(9, 4))
+    labels = [
+        f"{name}\n{optimizer}"
+        for name, measured in figures["step_us"].items()
+        for optimizer in measured
+    ]
+    all_times = [t for measured in figures["step_us"].values() for t in measured.values()]
+    width = 0.8 / len(_WAYS)
+    for number, way in enumerate(_WAYS):
+        ratios = [times["torch, default"] / times[way] for times in all_times]
+        places = [index + number * width for index in range(len(labels))]
+        axes.bar(places, ratios, width, label=way)
+    axes.set_xticks([index + 0.4 for index in range(len(labels))], labels)
+    axes.set_ylabel("times as fast as torch's default")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path)
