@@ -5,7 +5,7 @@ all.
       ...           the script's forward and backward
     end(shard)      gradients go into the tree; buffers and metrics are kept
     complete()      1. every rank's message: which shards it has, buffers, metrics, sparse gradients
-                    2. dense gradients, summed in the order of the tree
+                    2. dense gradients, averaged in the order of the tree
                     3. `.grad`, buffers and metrics are set, the same on every rank
 
 Nothing is applied before all shards are in. A rank whose shard fails takes part in the first
@@ -29,6 +29,7 @@ from paceline.training.gradient_sums import (
     Gradients,
     add_gradients,
     merged_kinds,
+    with_values,
 )
 from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
@@ -37,7 +38,6 @@ from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuff
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.shard_random import ShardSeeds, seed_generators
-from paceline.training.tensor_message import decode, encode
 from paceline.training.tree_sum import Node, TreeSum, subtrees
 
 __all__ = ["PassResult", "PassSetting", "ShardPass"]
@@ -116,15 +116,14 @@ class ShardPass:
             MismatchError: ranks are not in the same step.
         """
         try:
-            facts, tensors = self._own_message(failure)
-            received = self._setting.exchange.gather(encode(facts, tensors))
-            messages = [_Message(*decode(message)) for message in received]
+            received = self._setting.exchange.gather(*self._own_message(failure))
+            messages = [_Message(*message) for message in received]
             self._check(messages, failure)
-            total = self._sum(messages)
+            means = self._average(messages)
         except BaseException:
             self._gradients.put_back()
             raise
-        self._gradients.finish(total)
+        self._gradients.finish(means)
         by_shard = {
             number: values for message in messages for number, values in message.buffers.items()
         }
@@ -180,14 +179,12 @@ class ShardPass:
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def _sum(self, messages: Sequence[_Message]) -> Gradients:
+    def _average(self, messages: Sequence[_Message]) -> Gradients:
         kinds = merged_kinds([message.kinds for message in messages])
-        sums: dict[int, torch.Tensor | None] = {}
-        sums.update(self._sum_dense(messages, kinds))
-        sums.update(self._sum_sparse(messages, kinds))
-        return [sums.get(number) for number in range(len(kinds))]
+        means = {**self._average_dense(messages, kinds), **self._average_sparse(messages, kinds)}
+        return [means.get(number) for number in range(len(kinds))]
 
-    def _sum_dense(
+    def _average_dense(
         self, messages: Sequence[_Message], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
@@ -199,15 +196,15 @@ class ShardPass:
             for node, gradients in self._gradients.nodes.items()
         }
         self._gradients.nodes.clear()
-        total = self._setting.exchange.sum_nodes(
+        means = self._setting.exchange.average_nodes(
             own,
             [subtrees(message.shards, leaves) for message in messages],
             self._setting.parameters.dense_forms(kinds),
-            leaves,
+            self._plan,
         )
-        return dict(zip(numbers, total, strict=True))
+        return dict(zip(numbers, means, strict=True))
 
-    def _sum_sparse(
+    def _average_sparse(
         self, messages: Sequence[_Message], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == SPARSE]
@@ -220,10 +217,12 @@ class ShardPass:
             for node in subtrees(message.shards, leaves):
                 tree.add_node(node, [message.sparse.get((node, number)) for number in numbers])
         parameters = self._setting.parameters.parameters
-        return {
-            number: None if gradient is None else gradient.to(parameters[number].device)
-            for number, gradient in zip(numbers, tree.root, strict=True)
-        }
+        means: dict[int, torch.Tensor | None] = {}
+        for number, total in zip(numbers, tree.root, strict=True):
+            if total is not None:
+                mean = with_values(total, total.values() / self._plan.total_weight)
+                means[number] = mean.to(parameters[number].device)
+        return means
 
 
 class _Message:

@@ -17,6 +17,7 @@ shards are added in one fixed tree. So it does not matter who computes which of 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import warnings
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
@@ -33,7 +35,7 @@ from paceline.data import DataLoader
 from paceline.data.batch_requests import BatchRange
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
-from paceline.errors import ConfigError, MismatchError, PacelineError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.rank_env import current_rank_and_world
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
@@ -53,7 +55,6 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
-from paceline.training.tensor_message import decode, encode
 
 __all__ = ["Training"]
 
@@ -187,11 +188,11 @@ class Training:
         if self._epoch_done:
             self._begin_next_epoch()
         with self._training_environment():
-            buffers = named_buffers(self.model)
+            buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
             inputs = iter(self._inputs)
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
-                if not self._parameters.is_that_of(self.model):
+                if self._parameters.has_changed():
                     self._parameters = ParameterSet(self.model)
                 setting = PassSetting(
                     self.model, self._parameters, buffers, self._exchange, self.threads
@@ -205,9 +206,7 @@ class Training:
                     own=self._own_shards(number),
                     inputs=inputs,
                     setting=setting,
-                    seeds=lambda pass_number, step=step: ShardSeeds(  # type: ignore[misc]
-                        self.seed, step, pass_number, self.shards
-                    ),
+                    seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
                 )
                 yield self._batch
@@ -275,8 +274,13 @@ class Training:
         plan = self._plan.cut(self._sampler.share(number).size)
         return deal(plan.shards, self._exchange.size)[self._exchange.rank]
 
-    def _before_optimizer_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
+        if self._batch is not None and not self._parameters.has_all_of(optimizer):
+            raise StepError(
+                "the optimizer has parameters that it or the model did not have when the loop over "
+                "training.batches() began: add parameters between epochs"
+            )
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(closure) computes gradients by itself, which "
@@ -428,7 +432,7 @@ class Training:
             "model": _digest(self.model.state_dict().values()),
             "optimizers": repr([_hyperparameters(each) for each in self._optimizers.values()]),
         }
-        ranks = [decode(message)[0] for message in self._exchange.gather(encode(own))]
+        ranks = [facts for facts, _ in self._exchange.gather(own)]
         for name in ("arguments", "optimizers"):
             values = {rank: str(facts[name]) for rank, facts in enumerate(ranks)}
             if len(set(values.values())) > 1:
@@ -506,7 +510,7 @@ def _digest(tensors: Any) -> str:
     return digest.hexdigest()
 
 
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, str]]:
     return [
         {name: str(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
