@@ -246,6 +246,35 @@ def test_a_rule_that_is_broken_shows_in_the_hash(rule):
     assert alone[1] != together[1]
 
 
+# --- audits -----------------------------------------------------------------------------------
+
+
+def test_audits_change_nothing_and_find_nothing(alone):
+    assert one_hash(3, "gloo", audit_every=1) == alone
+
+
+def with_a_broken_processor(rank, world):
+    """One bit of one gradient of rank 1 is wrong from the fourth step on."""
+    init_group("paceline")
+    model, optimizer, training = make("mlp", audit_every=1)
+    for epoch in training.epochs(2):
+        for batch in training.batches():
+            for x, y in batch.shards():
+                F.cross_entropy(model(x), y).backward()
+                if rank == 1 and epoch == 1:
+                    model[2].weight.grad.view(torch.int32)[0, 0] ^= 1
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_an_audit_finds_a_broken_processor():
+    for outcome in run_ranks(2, with_a_broken_processor, check=False):
+        assert isinstance(outcome.error, MismatchError)
+        assert "audit of step 3, pass 0" in str(outcome.error)
+        assert "different gradients of 2.weight" in str(outcome.error)
+        assert set(outcome.error.values) == {0, 1}
+
+
 # --- gradient scaling -------------------------------------------------------------------------
 
 

@@ -14,13 +14,17 @@ import re
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import ConfigError, PacelineError, StepError
+from paceline import ConfigError, MismatchError, PacelineError, StepError
 from paceline.training import input_alignment, shard_buffers
+from paceline.training.audit import AuditPlan
+from paceline.training.shard_plan import ShardPlan, deal
 from tests.harness import exact_models
 
 SAMPLES, BATCH = 22, 8
@@ -583,6 +587,55 @@ def test_other_data_is_refused():
         make(loader=other)[2].load_state_dict(saved)
 
 
+# --- audits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cnn", "embedding", "gan"])
+def test_audits_of_a_single_process_change_nothing(name):
+    assert exact_models.train(name, 5, audit_every=2) == exact_models.train(name, 5)
+
+
+def test_an_audit_finds_code_that_depends_on_who_runs_it():
+    model, _, training = make(audit_every=2)
+    calls = []
+
+    def run(batch):
+        for x, y in batch.shards():
+            calls.append(x)
+            (F.mse_loss(model(x), y) * len(calls)).backward()
+
+    batches = training.batches()
+    run(next(batches))
+    assert len(calls) == 4
+    with pytest.raises(MismatchError, match=r"audit of step 1, pass 0: .* gradients of 0.weight"):
+        run(next(batches))
+    assert len(calls) == 9
+
+
+def test_metrics_of_an_audited_shard_count_once():
+    def metrics(**options):
+        model, optimizer, training = make(**options)
+        found = []
+        for batch in training.batches():
+            step(model, batch, optimizer)
+            found.append(batch.metrics)
+        return found
+
+    assert metrics(audit_every=1) == metrics()
+
+
+@given(st.integers(1, 7), st.integers(1, 12), st.integers(0, 50), st.integers(1, 4))
+def test_an_audit_is_by_another_rank(world, shards, number, every):
+    deals = deal(ShardPlan(shards, shards).cut(shards).shards, world)
+    audit = AuditPlan(every, 0).audit_of(number, deals)
+    if (number + 1) % every:
+        assert audit is None
+    else:
+        (owner,) = [rank for rank, own in enumerate(deals) if audit.shard in own]
+        assert 0 <= audit.auditor < world
+        assert (audit.auditor != owner) is (world > 1)
+
+
 # --- mistakes ---------------------------------------------------------------------------------
 
 
@@ -723,6 +776,7 @@ def stock_sampler():
         (lambda: make(nn.LazyLinear(3), torch.optim.SGD([nn.Parameter()])), "run one forward"),
         (lambda: make(loader=paceline.DataLoader(data(), 3)), "cannot be cut into shards=4"),
         (lambda: make(threads=0), "threads must be at least 1"),
+        (lambda: make(audit_every=0), "audit_every must be at least 1"),
         (lambda: make(state={"x": 3}), r"state\['x'\] is a int without state_dict"),
         (several_models, "model must be a torch.nn.Module"),
         (lambda: make(optimizer="adam"), "must be a torch.optim.Optimizer"),

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from paceline.errors import MismatchError, StepError
+from paceline.training.audit import Audit, Digests, check_audit, digests_of
 from paceline.training.gradient_sums import (
     DENSE,
     SPARSE,
@@ -66,23 +67,32 @@ class ShardPass:
     """See the module's description. `step` and `number` say which pass this is, in messages."""
 
     def __init__(
-        self, setting: PassSetting, plan: BatchPlan, seeds: ShardSeeds, step: int, number: int
+        self,
+        setting: PassSetting,
+        plan: BatchPlan,
+        seeds: ShardSeeds,
+        audit: Audit | None,
+        *,
+        step: int,
+        number: int,
     ) -> None:
         self._setting, self._plan, self._seeds = setting, plan, seeds
+        self._audit, self._audited = audit, list[Digests]()
         self._step, self._number = step, number
         self._gradients = ShardGradients(setting.parameters.parameters, plan)
         self._buffers = ShardBuffers(setting.buffers, plan)
         self._logs: dict[int, MetricLog] = {}
+        self._log = MetricLog(0)
 
     def begin(self, shard: Shard) -> None:
         """Let a shard find everything as it would on any rank."""
         self._gradients.clear()
-        self._logs[shard.number] = MetricLog(shard.samples)
+        self._log = MetricLog(shard.samples)
         seed_generators(self._seeds.of_shard(shard.number))
 
-    def log(self, shard: Shard, name: str, value: float | torch.Tensor) -> None:
-        """Keep a metric of a shard."""
-        self._logs[shard.number].add(name, value)
+    def log(self, name: str, value: float | torch.Tensor) -> None:
+        """Keep a metric of the shard that was begun last."""
+        self._log.add(name, value)
 
     def end(self, shard: Shard) -> None:
         """Take what a shard has computed.
@@ -90,6 +100,8 @@ class ShardPass:
         Raises:
             StepError: it computed nothing, or in a way that cannot be repeated elsewhere.
         """
+        if self._audit is not None and self._audit.shard == shard:
+            self._audited.append(digests_of(self._setting.parameters.parameters))
         if not self._gradients.take(shard):
             raise StepError(
                 f"no parameter has a gradient after shard {shard.number}: call loss.backward() for "
@@ -107,13 +119,20 @@ class ShardPass:
                 "paceline.Training(threads=...) and do not call torch.set_num_threads()"
             )
         self._buffers.take(shard)
+        self._logs[shard.number] = self._log
+
+    def end_audit(self, shard: Shard) -> None:
+        """Take the digests of a shard that another rank has computed, too, and nothing else."""
+        self._audited.append(digests_of(self._setting.parameters.parameters))
+        self._gradients.clear()
+        self._buffers.put_back()
 
     def complete(self, failure: StepError | None = None) -> PassResult:
         """Exchange everything with the other ranks; on return `.grad` is final.
 
         Raises:
             StepError: a rank failed.
-            MismatchError: ranks are not in the same step.
+            MismatchError: ranks are not in the same step, or computed one shard differently.
         """
         try:
             received = self._setting.exchange.gather(*self._own_message(failure))
@@ -153,6 +172,7 @@ class ShardPass:
             "kinds": self._gradients.kinds(),
             "buffers": buffers,
             "sparse": sparse,
+            "audited": self._audited,
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
@@ -176,6 +196,12 @@ class ShardPass:
                     f"{message.failure}",
                     rank,
                 ) from failure
+        if self._audit is not None:
+            found = [
+                (rank, each) for rank, message in enumerate(messages) for each in message.audited
+            ]
+            names = self._setting.parameters.names
+            check_audit(self._place, self._audit.shard.number, found, names)
 
     # --- gradients --------------------------------------------------------------------------------
 
@@ -233,6 +259,7 @@ class _Message:
         self.failure: str | None = facts.get("failure")
         self.kinds: GradientKinds = facts.get("kinds", "")
         self.metrics = dict(facts.get("metrics", []))
+        self.audited: list[Digests] = facts.get("audited", [])
         following = iter(tensors)
         self.buffers: dict[int, BufferValues] = {
             shard: {number: next(following) for number in numbers}

@@ -37,6 +37,7 @@ from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.rank_env import current_rank_and_world
+from paceline.training.audit import AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
@@ -86,6 +87,9 @@ class Training:
             writes, in the background. SIGTERM saves and ends the loops.
         save_every: a number of steps, or a `datetime.timedelta`.
         keep: how many checkpoints are kept.
+        audit_every: every so many steps another rank computes one shard a second time. If it finds
+            other bytes, every rank raises `MismatchError`: a broken processor or memory is found,
+            or code that depends on who runs it.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -107,6 +111,7 @@ class Training:
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: SaveEvery = None,
         keep: int = 3,
+        audit_every: int | None = None,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -119,6 +124,7 @@ class Training:
         self.model, self.loader = model, loader
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
         self.strict = strict
+        self._audits = AuditPlan(audit_every, seed)
         self._exchange = _exchange(shards)
         keep_freed_memory(self._exchange.size)
         align_model(model)
@@ -197,13 +203,14 @@ class Training:
                 setting = PassSetting(
                     self.model, self._parameters, buffers, self._exchange, self.threads
                 )
-                step = self._step
+                step, deals = self._step, self._deals(number)
                 self._batch = GlobalBatch(
                     epoch=self._epoch,
                     number=number,
                     step=step,
                     plan=plan,
-                    own=self._own_shards(number),
+                    own=deals[self._exchange.rank],
+                    audit=self._audits.audit_of(step, deals),
                     inputs=inputs,
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
@@ -263,16 +270,23 @@ class Training:
 
     def _ranges(self) -> Iterator[BatchRange]:
         """What this rank loads in the rest of the epoch, seen from now."""
-        epoch, numbers = self._epoch, range(self._batches_done, len(self._sampler))
+        epoch, first, step = self._epoch, self._batches_done, self._step
         return (
             BatchRange(epoch, number, shard.start, shard.stop)
-            for number in numbers
-            for shard in self._own_shards(number)
+            for number in range(first, len(self._sampler))
+            for shard in self._shards_to_load(number, step + number - first)
         )
 
-    def _own_shards(self, number: int) -> Sequence[Shard]:
+    def _shards_to_load(self, number: int, step: int) -> list[Shard]:
+        deals = self._deals(number)
+        audit, rank = self._audits.audit_of(step, deals), self._exchange.rank
+        audited = [audit.shard] if audit is not None and audit.auditor == rank else []
+        return [*deals[rank], *audited]
+
+    def _deals(self, number: int) -> list[Sequence[Shard]]:
+        """Each rank's shards of a global batch."""
         plan = self._plan.cut(self._sampler.share(number).size)
-        return deal(plan.shards, self._exchange.size)[self._exchange.rank]
+        return deal(plan.shards, self._exchange.size)
 
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
