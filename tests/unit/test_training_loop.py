@@ -22,6 +22,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import ConfigError, MismatchError, PacelineError, StepError
+from paceline.cli import main
 from paceline.training import input_alignment, shard_buffers
 from paceline.training.audit import AuditPlan
 from paceline.training.shard_plan import ShardPlan, deal
@@ -634,6 +635,43 @@ def test_an_audit_is_by_another_rank(world, shards, number, every):
         (owner,) = [rank for rank, own in enumerate(deals) if audit.shard in own]
         assert 0 <= audit.auditor < world
         assert (audit.auditor != owner) is (world > 1)
+
+
+# --- finding differences ----------------------------------------------------------------------
+
+
+def logged(path, lr, prefix=""):
+    model = network(nn.BatchNorm1d(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, training = make(model, optimizer)
+    lines = ["something else"]
+    for batch in training.batches():
+        backward(model, batch)
+        optimizer.param_groups[0]["lr"] = lr if training.step == 2 else 0.1
+        optimizer.step()
+        lines.append(prefix + training.digest())
+        optimizer.zero_grad()
+    path.write_text("\n".join(lines))
+
+
+def test_diff_names_the_first_step_and_tensors_that_differ(tmp_path, capsys):
+    logged(tmp_path / "a", 0.1)
+    logged(tmp_path / "b", 0.1, prefix="[0] ")
+    logged(tmp_path / "c", 0.2)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "no difference in 3 steps, 1 to 3\n"
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2 is the first that differs, in 7 of ")
+    assert second.startswith("  model.0.weight: ")
+
+
+def test_diff_of_what_is_no_log(tmp_path, capsys):
+    (tmp_path / "a").write_text("paceline digest {")
+    (tmp_path / "b").write_text("")
+    for name, problem in (("a", "cut off"), ("b", "no lines of digests"), ("c", "cannot be read")):
+        assert main(["diff", str(tmp_path / name), str(tmp_path / name)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 # --- mistakes ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import torch
 
 from paceline.errors import ConfigError, MismatchError
 from paceline.training.shard_plan import Shard
+from paceline.training.state_digest import tensor_digest
 
 __all__ = ["Audit", "AuditPlan", "Digests", "check_audit", "digests_of"]
 
@@ -51,23 +52,7 @@ class AuditPlan:
 
 def digests_of(parameters: Sequence[torch.nn.Parameter]) -> Digests:
     """Digests of the gradients that a shard has left."""
-    return [_digest(parameter.grad) for parameter in parameters]
-
-
-def _digest(gradient: torch.Tensor | None) -> str:
-    if gradient is None:
-        return ""
-    digest = hashlib.blake2b(digest_size=8)
-    if gradient.is_sparse:
-        gradient = gradient.coalesce()
-        parts = [gradient.indices(), gradient.values()]
-    else:
-        parts = [gradient]
-    for part in parts:
-        flat = part.detach().cpu().contiguous().view(-1)
-        if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+    return [tensor_digest(parameter.grad) for parameter in parameters]
 
 
 def check_audit(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,6 +55,7 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.state_digest import digest_line, tensor_digest
 
 __all__ = ["Training"]
 
@@ -382,6 +382,19 @@ class Training:
                 gradient = torch.empty_like(parameter).copy_(gradient)
             parameter.grad = gradient
 
+    def digest(self) -> str:
+        """One line with a digest for every gradient, parameter, buffer and entry of an optimizer's
+        or other object's state. Print it in every step of two runs that should be the same, and
+        `paceline diff` tells where they part.
+
+        Raises:
+            StepError: this is inside the loop over `batch.shards()`.
+        """
+        state = self.state_dict()
+        # What is computed first comes first: there the cause is to be sought.
+        kinds = ("gradients", "buffers", "model", "optimizers", "state")
+        return digest_line(self._step, {kind: state[kind] for kind in kinds})
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file with `paceline.save`; all ranks call it."""
         checkpoint.save(path, training=self)
@@ -443,7 +456,10 @@ class Training:
         own = {
             "arguments": {**self._identity, **self._sampler.state_at(0, 0)},
             "fingerprint": self.fingerprint,
-            "model": _digest(self.model.state_dict().values()),
+            "model": [
+                tensor_digest(tensor)
+                for tensor in (*self.model.parameters(), *self.model.buffers())
+            ],
             "optimizers": repr([_hyperparameters(each) for each in self._optimizers.values()]),
         }
         ranks = [facts for facts, _ in self._exchange.gather(own)]
@@ -457,7 +473,7 @@ class Training:
         for rank, facts in enumerate(ranks):
             found = differences(ranks[0]["fingerprint"], facts["fingerprint"])
             _report_differences(f"rank {rank} differs from rank 0", found, self.strict)
-        if len({facts["model"] for facts in ranks}) > 1:
+        if any(facts["model"] != ranks[0]["model"] for facts in ranks):
             group = dist.group.WORLD
             assert group is not None
             broadcast(group, [*self.model.parameters(), *self.model.buffers()], 0)
@@ -512,16 +528,6 @@ def _report_differences(what: str, found: list[str], strict: bool) -> None:
     if strict:
         raise PacelineError(f"{message}. Use the same there, or strict=False to accept it")
     warnings.warn(message, stacklevel=4)
-
-
-def _digest(tensors: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            digest.update(
-                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
-    return digest.hexdigest()
 
 
 def _hyperparameters(optimizer: Optimizer) -> list[dict[str, str]]:
