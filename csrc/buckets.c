@@ -58,6 +58,9 @@ struct plc_arena {
     bool owns_mapping;
     uint64_t mapped_bytes, bytes_per_rank;
     uint32_t rank, ranks, buckets; /* ranks: also known when the communicator is gone */
+    uint32_t number;               /* among the arenas of its communicator */
+    uint64_t nonce;                /* of the communicator, whose address may be used again */
+    plc_arena *next;               /* in the list of this process's arenas */
     bucket *table;
     uint32_t headers; /* that this rank has written so far */
     uint32_t blocks;  /* that went through the rings so far */
@@ -93,6 +96,10 @@ static uint64_t regions_at(uint32_t ranks, uint32_t buckets) {
     return ALIGN_UP(progress_at(ranks, buckets) + ranks * sizeof(ring_control), 4096);
 }
 
+/* Arenas of this process, by which a peer's note about one is understood. */
+static plc_arena *open_arenas;
+static pthread_mutex_t open_arenas_lock = PTHREAD_MUTEX_INITIALIZER;
+
 uint64_t plc_arena_bytes(uint32_t ranks, uint64_t bytes_per_rank, uint32_t buckets) {
     return regions_at(ranks, buckets) + ranks * ALIGN_UP(bytes_per_rank, 4096);
 }
@@ -119,12 +126,23 @@ int plc_arena_open(plc_comm *comm, int fd, void *mapping, uint64_t bytes_per_ran
                          .rank = comm->rank,
                          .ranks = comm->ranks,
                          .buckets = buckets,
+                         .number = comm->arenas++,
+                         .nonce = comm->shared->nonce[0],
                          .table = table};
+    pthread_mutex_lock(&open_arenas_lock);
+    arena->next = open_arenas;
+    open_arenas = arena;
+    pthread_mutex_unlock(&open_arenas_lock);
     *out = arena;
     return PLC_OK;
 }
 
 void plc_arena_close(plc_arena *arena) {
+    pthread_mutex_lock(&open_arenas_lock);
+    plc_arena **link = &open_arenas;
+    while (*link != arena) link = &(*link)->next;
+    *link = arena->next;
+    pthread_mutex_unlock(&open_arenas_lock);
     if (arena->owns_mapping) munmap(arena->mapping, arena->mapped_bytes);
     free(arena->table);
     free(arena);
@@ -299,6 +317,18 @@ static bool has_not_arrived(const plc_comm *comm, uint32_t rank, const void *con
                      w->arena->table[w->index].uses) < 0;
 }
 
+bool has_been_in_bucket(const plc_comm *comm, const plc_call *note) {
+    bool been = false;
+    pthread_mutex_lock(&open_arenas_lock);
+    for (const plc_arena *arena = open_arenas; arena != NULL; arena = arena->next)
+        if (arena->comm == comm && arena->nonce == comm->shared->nonce[0] &&
+            arena->number == note->label && note->sequence < arena->buckets)
+            been = (int32_t)(atomic_load(uses_of(arena, arena->rank, (uint32_t)note->sequence)) -
+                             (uint32_t)note->root) >= 0;
+    pthread_mutex_unlock(&open_arenas_lock);
+    return been;
+}
+
 /* Once, when all ranks have arrived: all of them look at the same definitions and come to the same
  * conclusion. */
 static int compare_definitions(plc_arena *arena, uint32_t index) {
@@ -323,8 +353,15 @@ static int wait_for_arrivals(plc_arena *arena, uint32_t index, int64_t deadline)
     const bucket *b = &arena->table[index];
     bucket_wait context = {arena, index};
     event_count *arrived = &control_of(arena, index)->arrived;
-    int status =
-        wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, has_not_arrived, &context);
+    plc_call call = {.sequence = index,
+                     .kind = PLC_BUCKET,
+                     .dtype = b->dtype,
+                     .op = b->op,
+                     .root = (int32_t)b->uses,
+                     .count = b->count,
+                     .label = arena->number};
+    int status = wait_for(arena->comm, arrived, b->uses * arena->ranks, deadline, has_not_arrived,
+                          &context, &call);
     return status == PLC_OK && !b->compared ? compare_definitions(arena, index) : status;
 }
 
@@ -336,7 +373,7 @@ static int finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     if (status != PLC_OK) return status;
     if (b->count * plc_element_bytes(b->dtype) > CHUNK_BYTES) gil_release();
     help(arena, index);
-    return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL);
+    return wait_for(arena->comm, &c->done, b->uses * b->chunks, deadline, NULL, NULL, NULL);
 }
 
 int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {

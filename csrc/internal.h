@@ -54,6 +54,15 @@ typedef struct {
     _Atomic uint32_t sleepers;
 } event_count;
 
+/* Where a rank sleeps, for peers that sleep elsewhere; see divergence.c. */
+enum { IN_COLLECTIVE, IN_BUCKET, WAIT_PLACES };
+#define CALL_WORDS (sizeof(plc_call) / sizeof(uint64_t))
+typedef struct {
+    _Alignas(CACHE_LINE) _Atomic uint32_t number; /* odd while the note stands */
+    _Atomic uint32_t blocks;                      /* the program waits, not a thread of ours */
+    _Atomic uint64_t call[CALL_WORDS];
+} wait_note;
+
 enum { STAGED, SUMMED, FETCHED, PIPELINE_STEPS }; /* see pipeline.h */
 
 typedef struct {
@@ -69,6 +78,8 @@ typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank reached */
     event_count progress[PIPELINE_STEPS]; /* blocks this rank has staged, summed and fetched */
     event_count doorbell;                 /* advanced by peers when a message channel moved */
+    wait_note waits[WAIT_PLACES];
+    plc_call diverged; /* where this rank was when ranks were found to diverge */
 } rank_record;
 
 typedef struct {
@@ -79,6 +90,7 @@ typedef struct {
     uint64_t bytes, slots_at, channels_at, error_texts_at;
     plc_config config;
     _Alignas(CACHE_LINE) _Atomic uint64_t failure; /* the first one wins: status and rank */
+    _Atomic uint32_t divergence_claimed; /* by the rank that writes down who is where */
     event_count arrivals;
     rank_record records[];
 } segment;
@@ -111,6 +123,7 @@ struct plc_comm {
     uint32_t phase;            /* last phase this rank reached */
     uint32_t slot;             /* which of the two slots the next use writes */
     uint32_t blocks;           /* blocks that went through the pipeline so far */
+    uint32_t arenas;           /* opened so far; their numbers are the same on every rank */
     bool direct;               /* every rank may read every other's memory */
     _Atomic uint64_t sequence; /* calls made */
     plc_call *last_calls;
@@ -119,6 +132,7 @@ struct plc_comm {
     _Atomic uint32_t failed; /* failure.status, readable without the lock */
     _Atomic bool leaving;    /* this rank is leaving: its own waits end */
     _Atomic uint32_t inside; /* threads of this process inside a call */
+    _Atomic uint32_t request_waits; /* those of the program that wait for a request */
     int32_t owner;           /* pid of the process that joined */
     plc_interpreter interpreter; /* zeros: the caller has no GIL */
     pthread_mutex_t failure_lock;
@@ -138,10 +152,11 @@ struct plc_comm {
 int64_t now_ns(void);
 int64_t deadline_after(const plc_comm *comm, int64_t timeout_ns);
 /* Wait until event - target >= 0 (modulo 2^32). `needed` names the ranks whose absence matters
- * (NULL: all others). */
+ * (NULL: all others). `call`: what this rank is doing, where peers may be doing something else
+ * (NULL: they are known to be at the same thing). */
 typedef bool (*needed_fn)(const plc_comm *comm, uint32_t rank, const void *context);
 int wait_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
-             needed_fn needed, const void *context);
+             needed_fn needed, const void *context, const plc_call *call);
 /* Wait until the count differs from `seen`, at most until `deadline`: PLC_OK or PLC_TIMEOUT. Checks
  * nothing else. */
 int wait_change(const plc_comm *comm, event_count *event, uint32_t seen, int64_t deadline);
@@ -156,6 +171,22 @@ int record_timeout(plc_comm *comm, uint32_t timed_out_rank, needed_fn needed,
 int known_failure(plc_comm *comm); /* PLC_OK, or what the group already failed with */
 void futex_wait(_Atomic uint32_t *word, uint32_t seen, int64_t timeout_ns);
 void futex_wake_all(_Atomic uint32_t *word);
+
+/* --- divergence.c ----------------------------------------------------------------------------- */
+typedef struct {
+    uint32_t rank, number;
+    int64_t since_ns; /* 0: nothing seen */
+} divergence;
+bool note_wait(plc_comm *comm, const plc_call *call);
+void end_wait(plc_comm *comm, const plc_call *call);
+/* PLC_PENDING, or PLC_DIVERGED once it is certain that a rank this one needs needs this one
+ * elsewhere. */
+int check_divergence(plc_comm *comm, const plc_call *mine, needed_fn needed, const void *context,
+                     divergence *seen);
+
+/* --- buckets.c -------------------------------------------------------------------------------- */
+/* Whether this rank has marked its arrival in the use of a bucket that a peer's note names. */
+bool has_been_in_bucket(const plc_comm *comm, const plc_call *note);
 
 /* --- gil.c ------------------------------------------------------------------------------------ */
 typedef struct gil_scope {
@@ -190,6 +221,7 @@ typedef struct {
 } op_context;
 uint32_t next_slot(plc_comm *comm);
 int next_phase(plc_comm *comm, int64_t deadline);
+int first_phase(plc_comm *comm, int64_t deadline, const plc_call *call);
 /* First phase of every collective: publish this rank's call, wait for all ranks, compare. */
 int enter_and_compare(op_context *ctx, uint64_t count);
 bool calls_match(const plc_comm *comm, const plc_call *calls, bool same_count);
@@ -202,6 +234,11 @@ int run_broadcast(op_context *ctx);
 int run_allgather(op_context *ctx); /* and gather */
 int run_reduce_scatter(op_context *ctx);
 int run_alltoall(op_context *ctx); /* and scatter */
+
+/* --- instruction_sets.c ----------------------------------------------------------------------- */
+/* The number of the best set this machine has, or of the one with this name; -1 if there is none.
+ * Best first: avx512, avx2 and sse2 on x86-64, one set elsewhere. */
+int choose_instruction_set(const char *name);
 
 /* --- kernels.c -------------------------------------------------------------------------------- */
 bool can_reduce(uint32_t dtype, uint32_t op);

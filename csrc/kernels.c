@@ -6,14 +6,7 @@
  * once per instruction set and the best is chosen at run time.
  */
 #include "internal.h"
-
-/* The output may be one of the inputs, at the same index: no loop here carries a dependence. */
-#if defined(__clang__)
-#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
-#else
-#define INDEPENDENT _Pragma("GCC ivdep")
-#endif
-#define INLINE static inline __attribute__((always_inline))
+#include "numbers.h"
 
 /* `copy`: NULL, or a second place for the result. */
 typedef void (*kernel)(void *out, void *copy, const void *const *inputs, uint32_t ranks,
@@ -28,50 +21,6 @@ typedef struct {
     uint16_t re, im;
 } complex32;
 
-INLINE float bits_to_float(uint32_t u) {
-    float f;
-    memcpy(&f, &u, sizeof f);
-    return f;
-}
-
-INLINE uint32_t float_to_bits(float f) {
-    uint32_t u;
-    memcpy(&u, &f, sizeof u);
-    return u;
-}
-
-/* Branch-free selections below, so that the compiler can vectorise them. */
-INLINE float load_f16(uint16_t h) {
-    uint32_t shifted = (uint32_t)(h & 0x7fff) << 13;
-    uint32_t exponent = shifted & (0x7c00u << 13);
-    uint32_t normal = shifted + ((127u - 15u) << 23);
-    uint32_t special = normal + ((128u - 16u) << 23);
-    uint32_t tiny = float_to_bits(bits_to_float(normal + (1u << 23)) - bits_to_float(113u << 23));
-    uint32_t magnitude = exponent == (0x7c00u << 13) ? special : exponent == 0 ? tiny : normal;
-    return bits_to_float(magnitude | ((uint32_t)(h & 0x8000) << 16));
-}
-
-INLINE uint16_t store_f16(float f) {
-    /* Adding it rounds a subnormal in place. */
-    const uint32_t half_of_tiny = (127u - 15u + 23u - 10u + 1u) << 23;
-    uint32_t u = float_to_bits(f), sign = u & 0x80000000u;
-    u ^= sign;
-    uint32_t large = u > (255u << 23) ? 0x7e00u : 0x7c00u;
-    uint32_t tiny = float_to_bits(bits_to_float(u) + bits_to_float(half_of_tiny)) - half_of_tiny;
-    uint32_t normal = (u - ((127u - 15u) << 23) + 0xfffu + ((u >> 13) & 1u)) >> 13;
-    uint32_t magnitude = u >= ((127u + 16u) << 23) ? large : u < (113u << 23) ? tiny : normal;
-    return (uint16_t)(magnitude | (sign >> 16));
-}
-
-INLINE float load_bf16(uint16_t h) { return bits_to_float((uint32_t)h << 16); }
-
-INLINE uint16_t store_bf16(float f) {
-    uint32_t u = float_to_bits(f);
-    uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
-    return (uint16_t)((u & 0x7fffffffu) > (255u << 23) ? 0x7fc0u : rounded);
-}
-
-#define KEEP(x) (x)
 #define AS_BOOL(x) ((uint8_t)((x) != 0))
 
 #define OP_SUM(a, b) ((a) + (b))
@@ -107,51 +56,12 @@ INLINE uint16_t store_bf16(float f) {
 
 typedef const kernel (*kernel_table)[PLC_OPS];
 
-typedef struct {
-    const char *name;
-    kernel_table table;
-    bool available;
-} instruction_set;
-
+/* By instruction set, as `choose_instruction_set` numbers them. */
 #if defined(__x86_64__)
-#define BASE "sse2" /* part of every x86-64 */
-#elif defined(__aarch64__)
-#define BASE "neon" /* part of every ARMv8 */
+static const kernel_table tables[] = {table_avx512, table_avx2, table_portable};
 #else
-#define BASE "portable"
+static const kernel_table tables[] = {table_portable};
 #endif
-
-/* The sets this library knows, best first; the last one is always there. */
-static instruction_set known_set(uint32_t index) {
-#if defined(__x86_64__)
-    __builtin_cpu_init();
-    if (index == 0)
-        return (instruction_set){"avx512", table_avx512,
-                                 __builtin_cpu_supports("avx512f") &&
-                                     __builtin_cpu_supports("avx512bw") &&
-                                     __builtin_cpu_supports("avx512dq") &&
-                                     __builtin_cpu_supports("avx512vl")};
-    if (index == 1) return (instruction_set){"avx2", table_avx2, __builtin_cpu_supports("avx2")};
-#endif
-    (void)index;
-    return (instruction_set){BASE, table_portable, true};
-}
-#if defined(__x86_64__)
-#define KNOWN_SETS 3
-#else
-#define KNOWN_SETS 1
-#endif
-
-/* The best one available, or the one with this name. */
-static instruction_set choose(const char *name) {
-    for (uint32_t i = 0; i < KNOWN_SETS; i++) {
-        instruction_set set = known_set(i);
-        if (set.available && (name == NULL || strcmp(name, set.name) == 0)) return set;
-    }
-    return (instruction_set){NULL, NULL, false};
-}
-
-const char *plc_instruction_set(void) { return choose(NULL).name; }
 
 uint64_t plc_element_bytes(uint32_t dtype) {
     static const uint8_t bytes[PLC_DTYPES] = {
@@ -168,7 +78,8 @@ static kernel kernel_for(uint32_t dtype, uint32_t op) {
     if (dtype >= PLC_DTYPES || op >= PLC_OPS) return NULL;
     kernel_table table = atomic_load_explicit(&best, memory_order_relaxed);
     if (table == NULL)
-        atomic_store_explicit(&best, table = choose(NULL).table, memory_order_relaxed);
+        atomic_store_explicit(&best, table = tables[choose_instruction_set(NULL)],
+                              memory_order_relaxed);
     return table[dtype][op];
 }
 
@@ -198,9 +109,9 @@ int plc_reduce_local(void *out, const void *const *inputs, uint32_t ranks, uint6
 
 int plc_reduce_with(const char *name, void *out, const void *const *inputs, uint32_t ranks,
                     uint64_t count, uint32_t dtype, uint32_t op, double factor) {
-    instruction_set set = choose(name);
-    if (set.table == NULL || !can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
-    set.table[dtype][op](out, NULL, inputs, ranks, count, factor, ranks);
+    int set = choose_instruction_set(name);
+    if (set < 0 || !can_reduce(dtype, op) || ranks == 0) return PLC_INVALID;
+    tables[set][dtype][op](out, NULL, inputs, ranks, count, factor, ranks);
     return PLC_OK;
 }
 

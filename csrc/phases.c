@@ -18,8 +18,9 @@ static bool has_not_arrived(const plc_comm *comm, uint32_t rank, const void *con
     return (int32_t)(atomic_load(&comm->shared->records[rank].phase) - comm->phase) < 0;
 }
 
-/* One phase: a counter that all ranks add to. The one that completes it wakes the sleepers. */
-int next_phase(plc_comm *comm, int64_t deadline) {
+/* One phase: a counter that all ranks add to. The one that completes it wakes the sleepers. In the
+ * first one of a call it is not yet known that all ranks make it. */
+int first_phase(plc_comm *comm, int64_t deadline, const plc_call *call) {
     event_count *arrivals = &comm->shared->arrivals;
     uint32_t phase = ++comm->phase;
     uint32_t target = phase * comm->ranks;
@@ -31,8 +32,10 @@ int next_phase(plc_comm *comm, int64_t deadline) {
         wake(arrivals);
         return PLC_OK;
     }
-    return wait_for(comm, arrivals, target, deadline, has_not_arrived, NULL);
+    return wait_for(comm, arrivals, target, deadline, has_not_arrived, NULL, call);
 }
+
+int next_phase(plc_comm *comm, int64_t deadline) { return first_phase(comm, deadline, NULL); }
 
 static bool kind_has_root(uint32_t kind) {
     return kind == PLC_REDUCE || kind == PLC_BROADCAST || kind == PLC_GATHER || kind == PLC_SCATTER;
@@ -60,12 +63,13 @@ int enter_and_compare(op_context *ctx, uint64_t count) {
     plc_comm *comm = ctx->comm;
     const plc_request *q = ctx->request;
     segment *shared = comm->shared;
-    shared->records[comm->rank].calls[ctx->slot] = (plc_call){
+    plc_call *call = &shared->records[comm->rank].calls[ctx->slot];
+    *call = (plc_call){
         .sequence = comm->sequence, .kind = q->kind, .dtype = q->dtype, .op = q->op,
         .root = q->root, .count = count, .label = ctx->label};
     shared->records[comm->rank].input_at[ctx->slot] = (uint64_t)(uintptr_t)q->input;
     shared->records[comm->rank].output_at[ctx->slot] = (uint64_t)(uintptr_t)q->output;
-    int status = next_phase(comm, ctx->deadline);
+    int status = first_phase(comm, ctx->deadline, call);
     if (status != PLC_OK) return status;
     for (uint32_t r = 0; r < comm->ranks; r++)
         comm->last_calls[r] = shared->records[r].calls[ctx->slot];

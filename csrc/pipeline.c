@@ -47,7 +47,7 @@ static int wait_for_peers(const pipeline *p, int step, uint64_t blocks) {
         if (r == comm->rank) continue;
         event_count *progress = progress_of(p, r, step);
         uint32_t target = p->first + (uint32_t)blocks;
-        int status = wait_for(comm, progress, target, p->deadline, is_that_rank, &r);
+        int status = wait_for(comm, progress, target, p->deadline, is_that_rank, &r, NULL);
         if (status != PLC_OK) return status;
     }
     return PLC_OK;

@@ -117,23 +117,26 @@ int plc_submit(plc_comm *comm, plc_request *q) {
 }
 
 /* A request ends by itself at its own deadline, so waiting without a limit is safe. */
-static bool wait_until_finished(plc_request *q, int64_t deadline) {
+static bool wait_until_finished(plc_comm *comm, plc_request *q, int64_t deadline) {
     _Atomic uint32_t *finished = (_Atomic uint32_t *)&q->finished;
     if (atomic_load(finished) != 0) return true;
     gil_release();
-    while (atomic_load(finished) == 0) {
+    atomic_fetch_add(&comm->request_waits, 1);
+    bool done = true;
+    while (done && atomic_load(finished) == 0) {
         int64_t left = deadline - now_ns();
-        if (left <= 0 || gil_interrupted()) return false;
-        futex_wait(finished, 0, MIN(left, WAIT_SLICE_NS));
+        done = left > 0 && !gil_interrupted();
+        if (done) futex_wait(finished, 0, MIN(left, WAIT_SLICE_NS));
     }
-    return true;
+    atomic_fetch_sub(&comm->request_waits, 1);
+    return done;
 }
 
 /* Another thread is running; the request is on our stack and must not outlive this call. */
 static int wait_queued(plc_comm *comm, plc_request *q) {
-    if (!wait_until_finished(q, INT64_MAX)) {
+    if (!wait_until_finished(comm, q, INT64_MAX)) {
         plc_comm_abort(comm);
-        wait_until_finished(q, INT64_MAX);
+        wait_until_finished(comm, q, INT64_MAX);
     }
     return (int)q->status;
 }
@@ -176,7 +179,7 @@ int plc_request_wait(plc_comm *comm, plc_request *q, int64_t timeout_ns) {
     gil_scope scope;
     gil_scope_enter(&scope, comm);
     int64_t deadline = timeout_ns < 0 ? INT64_MAX : deadline_after(comm, timeout_ns);
-    bool finished = wait_until_finished(q, deadline);
+    bool finished = wait_until_finished(comm, q, deadline);
     gil_scope_exit(&scope);
     return finished ? (int)q->status : PLC_PENDING;
 }

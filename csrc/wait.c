@@ -106,7 +106,12 @@ static int publish_failure(plc_comm *comm, const plc_failure *failure) {
     atomic_compare_exchange_strong(&comm->shared->failure, &none,
                                    pack(failure->status, failure->rank));
     pthread_mutex_lock(&comm->failure_lock);
-    if (comm->failure.status == PLC_OK) comm->failure = *failure;
+    if (comm->failure.status == PLC_OK) {
+        comm->failure = *failure;
+        if (failure->status == PLC_DIVERGED)
+            for (uint32_t r = 0; r < comm->ranks; r++)
+                comm->mismatched[r] = comm->shared->records[r].diverged;
+    }
     uint32_t status = comm->failure.status;
     atomic_store(&comm->failed, status);
     pthread_mutex_unlock(&comm->failure_lock);
@@ -172,12 +177,13 @@ static int check_group(plc_comm *comm, event_count *event, uint32_t target, int6
     return PLC_PENDING;
 }
 
-int wait_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
-             needed_fn needed, const void *context) {
-    if (spin_until(comm, event, target)) return PLC_OK;
-    gil_release();
+static int sleep_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
+                     needed_fn needed, const void *context, const plc_call *noted) {
+    divergence seen = {0};
     for (;;) {
         int status = check_group(comm, event, target, deadline, needed, context);
+        if (status == PLC_PENDING && noted != NULL)
+            status = check_divergence(comm, noted, needed, context, &seen);
         if (status != PLC_PENDING) return status;
         /* Half a collective cannot be resumed. */
         if (gil_interrupted()) plc_comm_abort(comm);
@@ -185,6 +191,16 @@ int wait_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadli
         sleep_until(event, target, MAX(MIN(left, SLICE_NS), 1));
         if (reached(event, target)) return PLC_OK;
     }
+}
+
+int wait_for(plc_comm *comm, event_count *event, uint32_t target, int64_t deadline,
+             needed_fn needed, const void *context, const plc_call *call) {
+    if (spin_until(comm, event, target)) return PLC_OK;
+    gil_release();
+    const plc_call *noted = call != NULL && note_wait(comm, call) ? call : NULL;
+    int status = sleep_for(comm, event, target, deadline, needed, context, noted);
+    if (noted != NULL) end_wait(comm, noted);
+    return status;
 }
 
 int wait_change(const plc_comm *comm, event_count *event, uint32_t seen, int64_t deadline) {

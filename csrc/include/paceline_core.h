@@ -35,6 +35,7 @@ typedef enum {
     PLC_PENDING = 8,   /* not finished yet */
     PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
     PLC_NESTED = 10,   /* called by a signal handler within a call on the same communicator */
+    PLC_DIVERGED = 11, /* ranks wait for each other in different places; see plc_comm_calls */
 } plc_status;
 
 typedef enum {
@@ -53,7 +54,9 @@ typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
     PLC_KINDS,
-    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ */
+    PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ, or a
+                             * wait in one: sequence is the bucket, label the number of its arena */
+    PLC_ELSEWHERE,          /* no wait in this communicator */
 } plc_kind;
 
 typedef struct plc_comm plc_comm;
@@ -238,6 +241,46 @@ PLC_API uint32_t plc_compare_pieces(uint32_t pieces, const uint64_t *one, const 
  * written, if a type cannot be added. */
 PLC_API int plc_add_pieces(uint32_t pieces, const uint64_t *to, uint32_t others,
                            const uint64_t *from, const uint64_t *counts, const uint32_t *dtypes);
+
+/* --- updates: one step of an optimizer over many arrays, in one call; no communicator needed
+ * ------------------------------ */
+typedef enum { PLC_SGD, PLC_ADAM, PLC_ADAGRAD, PLC_RULES } plc_rule;
+
+/* Options of an update. */
+#define PLC_MAXIMIZE 1u
+#define PLC_NESTEROV 2u        /* PLC_SGD */
+#define PLC_AMSGRAD 4u         /* PLC_ADAM */
+#define PLC_DECOUPLED_DECAY 8u /* PLC_ADAM: the weights decay, not the gradient: AdamW */
+
+/* What an array is: its plc_dtype, and: */
+#define PLC_DTYPE_MASK 0xffu
+#define PLC_FIRST_UPDATE 0x100u /* PLC_SGD: there is no momentum yet */
+#define PLC_WIDE_STEP 0x200u    /* its number of steps is a double, not a float */
+
+typedef struct {
+    uint32_t rule, options;
+    double lr, weight_decay;
+    double eps;                 /* PLC_ADAM, PLC_ADAGRAD */
+    double momentum, dampening; /* PLC_SGD */
+    double beta1, beta2;        /* PLC_ADAM */
+    double lr_decay;            /* PLC_ADAGRAD */
+    double grad_scale;          /* gradients are divided by it, and stay so; 1: left alone */
+    uint32_t part, parts;       /* this call makes one part of the update, from 0 on */
+    uint32_t threads;           /* how many threads this call may use */
+    uint32_t arrays;
+    /* `arrays` addresses each of: parameters, gradients, three arrays of state, numbers of steps
+     * made. SGD: momentum. Adam: the averages of gradients and of their squares, the largest of
+     * the latter (PLC_AMSGRAD). Adagrad: the sum of squares. 0 for what the rule does not have. */
+    const uint64_t *addresses;
+    const uint64_t *counts; /* elements */
+    const uint32_t *kinds;  /* see PLC_DTYPE_MASK */
+} plc_update;
+/* Update the parameters and the state, and count the step. Parts end at multiples of 64 bytes from
+ * an array's begin; whoever makes one counts the step for itself. The bits depend neither on parts
+ * nor on threads. PLC_INVALID, and nothing is written, for other types than floats. */
+PLC_API int plc_update_arrays(const plc_update *update);
+/* The same with the instructions of one set by name, to compare them. */
+PLC_API int plc_update_with(const char *instruction_set, const plc_update *update);
 
 /* --- flags: words in shared memory that one process raises and another waits for; no communicator
  * needed ---------- */

@@ -25,6 +25,7 @@ from paceline.errors import (
 )
 
 if TYPE_CHECKING:
+    from paceline import optim as optim
     from paceline import ray as ray
     from paceline.checkpoint import load, save
     from paceline.data import (
@@ -79,7 +80,7 @@ _LAZY: dict[str, str] = {
     "Training": "paceline.training",
 }
 # Public modules that are imported on first use.
-_LAZY_MODULES = {"ray"}
+_LAZY_MODULES = {"optim", "ray"}
 
 __all__ = [
     "__version__",
@@ -117,6 +118,7 @@ __all__ = [
     "save",
     "load",
     "trace",
+    "optim",
     "ray",
 ]
 

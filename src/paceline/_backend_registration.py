@@ -1,5 +1,9 @@
 """Registers the `paceline` backend with torch.distributed, without importing torch.
 
+Called by `import paceline` and, through an entry point in the group `torch.backends`, by `import
+torch`: a program that does not import this package can use the backend too. So it has to be cheap,
+and nothing that goes wrong in here may end the import.
+
 If torch.distributed is loaded already, the backend is registered at once. If not, a finder on
 `sys.meta_path` registers it when torch's module is imported, and removes itself.
 """
@@ -36,9 +40,22 @@ def register_backend() -> None:
 
 
 def _register_in(c10d: ModuleType) -> None:
-    if BACKEND_NAME.upper() in c10d.Backend._plugins:
-        return
-    c10d.Backend.register_backend(BACKEND_NAME, _create_group, extended_api=True, devices=["cpu"])
+    try:
+        if BACKEND_NAME.upper() not in c10d.Backend._plugins:
+            c10d.Backend.register_backend(
+                BACKEND_NAME, _create_group, extended_api=True, devices=["cpu"]
+            )
+    except Exception as error:
+        import logging
+
+        logging.getLogger("paceline").warning(
+            "the backend %s is not available: torch %s did not take it (%s: %s). Use another "
+            "version of torch, or another backend.",
+            BACKEND_NAME,
+            getattr(sys.modules.get("torch"), "__version__", "of an unknown version"),
+            type(error).__name__,
+            error,
+        )
 
 
 def _create_group(options: Any, backend_options: Any) -> Any:

@@ -22,6 +22,7 @@ __all__ = [
     "interpreter_flags",
     "live_objects",
     "reference_count",
+    "stacklevel_outside",
     "without_collecting",
 ]
 
@@ -53,6 +54,21 @@ def find_caller(function_name: str) -> FrameType | None:
     while frame is not None and frame.f_code.co_name != function_name:
         frame = frame.f_back
     return frame
+
+
+def stacklevel_outside(*packages: str) -> int:
+    """The `stacklevel` with which the caller's `warnings.warn` names the innermost line that is in
+    none of these top-level packages: the user's, however many frames a library puts in between.
+
+    By `sys._getframe`, as `find_caller`. If there is no such line, that of the caller is named.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    level = 1
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).partition(".")[0] not in packages:
+            return level
+        frame, level = frame.f_back, level + 1
+    return 1
 
 
 # ------------------------------------------------------------------ finalizers

@@ -10,11 +10,12 @@ do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -53,23 +54,32 @@ __all__ = [
     "TCPStore",
     "Work",
     "cpp_reference_count",
+    "autograd_context",
     "backend_plugin",
     "apply_optimizer_hook",
     "cast_inputs",
+    "context_gradients",
+    "compiler_of_frames",
     "current_graph_task",
     "default_store",
     "device_types_of",
+    "drop_empty_hook_tables",
     "flatten_dense",
+    "forget_inherited_compile_threads",
     "foreach_add",
     "foreach_add_",
     "foreach_copy_",
     "foreach_div_",
     "foreach_mul_",
     "hidden_worker_info",
+    "in_distributed_backward",
+    "implementation_of",
     "is_profiling",
     "keeps_graph",
     "make_parameters_local",
+    "member_tables",
     "move_inputs",
+    "not_compiled",
     "preserve_version",
     "pytree_node",
     "queue_end_of_backward",
@@ -106,6 +116,49 @@ def queue_end_of_backward(callback: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+try:
+    from torch._C._distributed_rpc import _is_current_rpc_agent_set
+except ImportError:  # a build of torch without RPC
+
+    def _is_current_rpc_agent_set() -> bool:
+        return False
+
+
+def autograd_context() -> int | None:
+    """The context of torch.distributed.autograd that this thread is in, by its number.
+
+    Torch has no public name for it (torch/csrc/distributed/autograd/init.cpp). Asking is slow
+    outside of a context, but only a program that uses RPC can be in one.
+    """
+    if not _is_current_rpc_agent_set():
+        return None
+    try:
+        number: int = torch._C._distributed_autograd._current_context()._context_id()
+    except RuntimeError:
+        return None
+    return number
+
+
+def context_gradients(context: int) -> dict[torch.Tensor, torch.Tensor]:
+    """What a context has gathered: the tensors themselves, so that writing them changes it."""
+    import torch.distributed.autograd
+
+    gradients: dict[torch.Tensor, torch.Tensor]
+    gradients = torch.distributed.autograd.get_gradients(context)  # type: ignore[attr-defined]  # from C++
+    return gradients
+
+
+def in_distributed_backward() -> bool:
+    """Whether a backward of torch.distributed.autograd is running in this process.
+
+    Torch counts them for its own tests (torch/csrc/distributed/autograd/init.cpp).
+    """
+    if not _is_current_rpc_agent_set():
+        return False
+    info = torch._C._distributed_autograd._get_debug_info()
+    return int(info["num_current_backward_passes"]) > 0
+
+
 def preserve_version(
     tensors: torch.Tensor | tuple[torch.Tensor, ...],
 ) -> AbstractContextManager[None]:
@@ -118,7 +171,23 @@ def preserve_version(
     return _unsafe_preserve_version_counter(tensors)
 
 
+def drop_empty_hook_tables(tensor: torch.Tensor) -> None:
+    """Hooks that were removed leave an empty table behind, which autograd goes on calling.
+
+    torch/_tensor.py makes the tables and has no way to drop them. A table in use is left alone.
+    """
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        table = getattr(tensor, name, None)
+        if table is not None and not table:
+            setattr(tensor, name, None)
+
+
 # --------------------------------------------------------------------- tensors
+
+# Which C++ tensor is behind a Python one: torch.utils.swap_tensors, which module conversions use if
+# torch.__future__.set_swap_module_params_on_conversion asks for it, replaces it together with its
+# hooks. torch/csrc/autograd/python_variable.cpp; there is no public name for it.
+implementation_of: Callable[[Any], int] = attrgetter("_cdata")
 
 # One call for many tensors, which optimizers use under the same names (torch/optim); public
 # counterparts exist in no version of torch yet.
@@ -137,6 +206,16 @@ def storage_users(tensor: torch.Tensor) -> int:
     """
     count: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return count
+
+
+def member_tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The tables in which a module and its children keep their parameters and their children.
+
+    Whether any was replaced is asked before every forward; named_parameters() would take a hundred
+    times as long. torch/nn/modules/module.py; every module has both, or named_parameters() itself
+    would fail.
+    """
+    return [table for layer in module.modules() for table in (layer._parameters, layer._modules)]
 
 
 def flatten_dense(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -286,6 +365,54 @@ cpp_reference_count: Callable[[torch.Tensor], int] = methodcaller("_use_count")
 # What torch.autograd.backward ends in (torch/autograd/graph.py), without its checks of arguments,
 # which cost a worker as much as the backward of a small layer.
 run_backward: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
+
+# ------------------------------------------------------------------- compiling
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def not_compiled(reason: str, including_calls: bool = True) -> Callable[[_Function], _Function]:
+    """`torch.compile` runs the function, and what it calls, as it is, between two graphs.
+
+    `torch.compiler.disable` does the same, but imports the compiler, which takes seconds, and costs
+    microseconds for each call. The attributes are those that it sets, for a trace that comes to the
+    call (torch/_dynamo/symbolic_convert.py); the strategy is for a trace that would begin in the
+    function (torch/csrc/dynamo/eval_frame.c). Missing: the import fails, and so does its guard
+    test.
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    action = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(
+        action.SKIP, action.SKIP if including_calls else action.DEFAULT
+    )
+
+    def mark(function: _Function) -> _Function:
+        marked: Any = function
+        marked._torchdynamo_disable = True
+        marked._torchdynamo_disable_msg = reason
+        eval_frame.set_code_exec_strategy(marked.__code__, strategy)
+        return function
+
+    return mark
+
+
+# What torch.compile calls for each frame that begins now; None where nothing is being compiled
+# (torch/csrc/dynamo/eval_frame.c). `torch.compiler.is_compiling` is only true inside a graph.
+compiler_of_frames: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_callback
+
+
+def forget_inherited_compile_threads() -> None:
+    """In a forked process: the threads of the compiler's pool do not exist here.
+
+    What is handed to the pool would wait for ever. Torch itself forgets its pool of processes after
+    a fork, but not that of threads (torch/_inductor/async_compile.py). Missing: nothing is
+    forgotten, which the guard test notices.
+    """
+    async_compile = sys.modules.get("torch._inductor.async_compile")
+    if async_compile is not None:
+        with suppress(AttributeError):
+            async_compile.AsyncCompile.pool.cache_clear()
+
 
 # --------------------------------------------------------------------- backend
 

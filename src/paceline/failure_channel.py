@@ -125,7 +125,8 @@ def peer_failed(rank: int, pid: int, error_text: str, when: str) -> PeerLost:
     """What a rank raises that has read the error of a peer."""
     return PeerLost(
         f"rank {rank} (pid {pid}) failed and left the group {when}. Its error:\n"
-        f"{error_text.rstrip()}\nThis group cannot be used again",
+        f"{error_text.rstrip()}\nThis group can no longer be used: correct that error, then start "
+        "all ranks again",
         rank=rank,
         pid=pid,
         traceback=error_text,

@@ -144,6 +144,27 @@ def test_steps_that_go_past_autograd_reach_all_replicas(sim_machine):
     sim_machine.on_devices(body)
 
 
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_weights_swapped_between_forwards_reach_all_replicas(sim_machine, mode):
+    """As averaged weights are, for evaluation: no backward in between, and no version raised."""
+
+    def body(machine):
+        import paceline
+
+        torch.manual_seed(0)
+        bare = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2)).double().eval()
+        module = copy.deepcopy(bare).to(machine.device(0))
+        x = torch.randn(6, 3, dtype=torch.float64)
+        with paceline.DataParallel(module, device_ids=[0, 1, 2]) as model, mode():
+            for _ in range(3):
+                torch.testing.assert_close(model(x).cpu(), bare(x), rtol=1e-12, atol=1e-15)
+                for each in (module, bare):
+                    for tensor in (*each.parameters(), each[1].running_mean):
+                        tensor.data.mul_(0.5)
+
+    sim_machine.on_devices(body)
+
+
 def test_moving_the_wrapped_module_moves_the_work(sim_machine):
     def body(machine):
         import paceline

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from paceline import DataParallel
+from paceline.dp.worker_pool import WorkerHandle
 from paceline.errors import CollectiveTimeout, ConfigError, GroupError, PeerLost
 
 
@@ -93,6 +94,58 @@ def test_an_exception_in_backward():
         model.module.good = True
         model(x).sum().backward()
         torch.testing.assert_close(model.module.linear.bias.grad, torch.full((2,), 4.0))
+
+
+def test_an_order_that_only_some_workers_got_is_not_answered_later():
+    class Bag(list):
+        pass
+
+    def cut(bag, ranges):
+        # A lock cannot be sent.
+        return [
+            threading.Lock() if bag.is_bad and start == 4 else Bag(bag[start:stop])
+            for start, stop in ranges
+        ]
+
+    class Net(nn.Module):
+        def forward(self, bag):
+            return torch.tensor(bag)
+
+    bad, good = Bag(range(6)), Bag(range(10, 16))
+    bad.is_bad, good.is_bad = True, False
+    with DataParallel(Net(), workers=3, split={Bag: cut}) as model:
+        assert model(good).tolist() == [*range(10, 16)]
+        pids = model.worker_pids
+        for _ in range(2):
+            with pytest.raises(ConfigError, match="pickle"):
+                model(bad)
+            assert model(good).tolist() == [*range(10, 16)]
+        assert model.worker_pids == pids
+
+
+def test_gradients_that_only_some_workers_got_are_not_used_later(monkeypatch):
+    with DataParallel(nn.Linear(2, 2), workers=3) as model:
+        x = torch.ones(6, 2)
+        model(x).sum().backward()
+        pids = model.worker_pids
+        out = model(x)
+        send = WorkerHandle.send
+
+        def fail_for_the_last(handle, *args, **kwargs):
+            if handle.replica == 2:
+                raise MemoryError("no room for gradients")
+            send(handle, *args, **kwargs)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(WorkerHandle, "send", fail_for_the_last)
+            with pytest.raises(MemoryError, match="no room"):
+                (out * 100).sum().backward()
+        with pytest.raises(RuntimeError):
+            out.sum().backward()
+        model.zero_grad()
+        model(x).sum().backward()
+        assert model.module.bias.grad.tolist() == [6.0, 6.0]
+        assert model.worker_pids == pids
 
 
 def test_a_killed_worker_is_noticed_within_a_second_and_replaced():

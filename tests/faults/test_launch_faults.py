@@ -8,6 +8,7 @@ import contextlib
 import os
 import pty
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -173,14 +174,6 @@ def test_kill_9_of_the_launcher_leaves_nothing(busy):
     assert busy.wait() == -signal.SIGKILL
 
 
-def test_kill_9_of_the_fork_server_leaves_nothing(busy):
-    server = _fork_server(busy)
-    os.kill(server, signal.SIGKILL)
-    assert busy.wait() == 137
-    assert f"the fork server (pid {server})" in busy.last_line
-    assert busy.left_after(5.0) == []
-
-
 def _kill_at_once(*pids):
     """Stopped first, so that none of them can do anything about the death of another."""
     for pid in pids:
@@ -216,6 +209,55 @@ def test_kill_9_of_the_reaper_is_not_the_end_of_the_job(tmp_path):
         (tmp_path / "go").write_text("go")
         assert job.wait() == 0
         assert job.left_after(0.0) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+def test_however_the_fork_server_ends_the_launcher_says_so(busy, number):
+    server = _fork_server(busy)
+    os.kill(server, number)
+    assert busy.wait() == 128 + number
+    assert f"the fork server (pid {server}) failed (killed by {number.name})" in busy.last_line
+    assert busy.left_after(5.0) == []
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_a_node_that_waits_for_another_one(tmp_path):
+    """Its ranks are done, and it only keeps the rendezvous open."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, sys, time
+        folder = pathlib.Path(sys.argv[1])
+        (folder / ("up-" + os.environ["RANK"])).write_text("up")
+        while os.environ["RANK"] == "0" and not (folder / "go").exists():
+            time.sleep(0.05)
+        """,
+    )
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}")
+    with contextlib.ExitStack() as stack:
+        nodes = [
+            stack.enter_context(
+                launched(
+                    run_command(
+                        script,
+                        str(tmp_path),
+                        ranks=1,
+                        options=("--preload=torch", *place, f"--node-rank={node}"),
+                    )
+                )
+            )
+            for node in (0, 1)
+        ]
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        deadline = time.monotonic() + 60
+        while len(nodes[1].processes()) > 3 and time.monotonic() < deadline:
+            time.sleep(0.05)  # launcher, reaper and fork server are left
+        time.sleep(0.5)
+        nodes[1].process.send_signal(signal.SIGINT)
+        assert nodes[1].process.wait(20) == 130
+        (tmp_path / "go").write_text("go")
+        assert nodes[0].wait() == 0
 
 
 def test_kill_9_of_the_whole_group_leaves_nothing(busy):
@@ -285,6 +327,61 @@ def test_interrupted_while_torch_is_being_imported(tmp_path):
         assert job.left_after(2.0) == []
 
 
+@pytest.mark.parametrize(
+    ("module", "code", "message"),
+    [
+        ("nosuch", 2, "--preload should name modules, but 'nosuch' cannot be imported"),
+        ("nosuch.part", 2, "ModuleNotFoundError: No module named 'nosuch'"),
+        (".part", 1, "'.part' cannot be imported: TypeError"),
+        ("broken", 1, "'broken' cannot be imported: ValueError: half a module"),
+        ("leaves", 1, "'leaves' cannot be imported: SystemExit: 3"),
+    ],
+)
+def test_a_module_that_cannot_be_loaded_before_the_ranks(tmp_path, module, code, message):
+    write_script(tmp_path, "raise ValueError('half a module')", "broken.py")
+    write_script(tmp_path, "raise SystemExit(3)", "leaves.py")
+    found, job = _run(write_script(tmp_path, "print('never')"), options=(f"--preload={module}",))
+    assert found == code
+    assert message in job.last_line
+    assert ("Traceback" in job.stderr) == (code == 1)  # where the module itself fails is shown
+
+
+@pytest.mark.parametrize("forks", [0, 2])
+def test_a_limit_of_processes_that_is_too_low_is_one_sentence(tmp_path, forks):
+    """The fork server's forks fail from some number on: its reaper's, then those of the ranks."""
+    write_script(
+        tmp_path,
+        f"""
+        import errno, os
+        def fork(fork=os.fork, left=[{forks}]):
+            left[0] -= 1
+            if left[0] < 0:
+                raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+            return fork()
+        os.fork = fork
+        """,
+        "sitecustomize.py",
+    )
+    command = run_command(write_script(tmp_path, "print('never')"), ranks=3)
+    with launched(command, env={"PYTHONPATH": str(tmp_path)}) as job:
+        assert job.wait() == 2
+        assert job.left_after(5.0) == []
+    what = "no process could" if forks == 0 else "rank 1 of 3 could not"
+    assert job.stderr.splitlines() == [
+        f"paceline: {what} be started: Resource temporarily unavailable. Start fewer "
+        "ranks, or raise the limits of processes and open files (ulimit -u, -n)"
+    ]
+
+
+def test_a_limit_of_open_files_that_is_too_low_is_one_sentence(tmp_path):
+    command = " ".join(run_command(write_script(tmp_path, "print('never')"), ranks=8))
+    with launched(["bash", "-c", f"ulimit -n 40; exec {command}"]) as job:
+        assert job.wait() == 2
+    assert len(job.stderr.splitlines()) == 1
+    assert "8 ranks need" in job.stderr
+    assert "(ulimit -n): start fewer ranks, or raise the limit" in job.stderr
+
+
 def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
     script = write_script(
         tmp_path,
@@ -304,6 +401,30 @@ def test_sigterm_gives_ranks_time_to_end_well(tmp_path):
         assert job.wait() == 0
         assert sorted(job.stdout.split("\n")[:2]) == ["[0] saved", "[1] saved"]
         assert job.last_line == "paceline: stopped by SIGTERM: all ranks exited with status 0"
+
+
+def test_a_request_to_save_ends_no_rank_that_does_not_listen_yet(tmp_path):
+    script = write_script(
+        tmp_path,
+        """
+        import os, pathlib, signal, sys, time
+        folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+        got = []
+        if rank == "1":
+            signal.signal(signal.SIGUSR1, lambda *_: got.append("signal"))
+        (folder / ("up-" + rank)).write_text("up")
+        while not (folder / "go").exists():
+            time.sleep(0.02)
+            if got:
+                (folder / "go").write_text("go")
+        print(*got)
+        """,
+    )
+    with launched(run_command(script, str(tmp_path))) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        os.kill(job.process.pid, signal.SIGUSR1)
+        assert job.wait() == 0, job.stderr
+        assert sorted(job.stdout.splitlines()) == ["[0] ", "[1] signal"]
 
 
 HELLO = "import os, sys\nprint('hello', sys.stdin.read() if os.environ['RANK'] == '0' else '')\n"
@@ -374,6 +495,31 @@ def test_a_signal_ends_a_job_whose_output_nobody_reads(tmp_path, stream, number,
         assert job.process.wait(60) == code
         assert time.monotonic() - began < 15  # not the grace time
         assert job.left_after(0.0) == []
+
+
+def test_a_signal_after_the_job_ends_the_wait_for_the_reader(tmp_path):
+    """The ranks are done, and what they wrote waits in the launcher."""
+    script = write_script(
+        tmp_path,
+        """
+        import pathlib, sys
+        print("x" * 300_000, flush=True)
+        pathlib.Path(sys.argv[1], "done").write_text("done")
+        """,
+    )
+    ours, theirs = os.pipe()
+    with launched(run_command(script, str(tmp_path), ranks=1), stdout=theirs) as job:
+        os.close(theirs)
+        wait_for_files(tmp_path / "done")
+        deadline = time.monotonic() + 60
+        while len(job.processes()) != 1 and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)
+        assert job.process.poll() is None
+        job.process.send_signal(signal.SIGTERM)
+        assert job.process.wait(60) == 143
+        assert "bytes of output were not shown" in job.process.stderr.read()
+    os.close(ours)
 
 
 def test_a_killed_rank_is_noticed_while_nobody_reads(tmp_path):

@@ -328,6 +328,35 @@ static void definitions_differ(rank_thread *self) {
     plc_arena_close(arena);
 }
 
+/* One rank waits in a bucket, the others in a collective: by itself, or behind a request. */
+static void ranks_diverge(rank_thread *self) {
+    plc_arena *arena;
+    plc_call calls[3];
+    int64_t start = now_ns();
+    CHECK_STATUS(PLC_OK, plc_arena_open(self->comm, -1, self->in->shared, 4096, 1, &arena));
+    CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 0, 10, PLC_F32, PLC_SUM));
+    CHECK_STATUS(PLC_OK, barrier(self));
+    if (self->rank == 0) {
+        CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, 0));
+        CHECK_STATUS(PLC_DIVERGED, plc_bucket_finish(arena, 0, -1));
+    } else if (self->rank == 1) {
+        CHECK_STATUS(PLC_DIVERGED, barrier(self));
+    } else {
+        plc_request request = {.kind = PLC_BARRIER, .root = -1, .timeout_ns = -1};
+        CHECK_STATUS(PLC_OK, plc_submit(self->comm, &request));
+        CHECK_STATUS(PLC_DIVERGED, plc_request_wait(self->comm, &request, -1));
+    }
+    CHECK(now_ns() - start < 20000 * MS, "took %ld ms", (long)((now_ns() - start) / MS));
+    plc_comm_calls(self->comm, calls);
+    CHECK(calls[0].kind == PLC_BUCKET && calls[0].sequence == 0, "rank 0: %u", calls[0].kind);
+    CHECK(calls[1].kind == PLC_BARRIER, "rank 1: %u", calls[1].kind);
+    CHECK_STATUS(PLC_DIVERGED, barrier(self));
+    pthread_barrier_wait(&self->in->all);
+    plc_arena_close(arena);
+}
+
+void diverged(uint64_t seed) { in_world_with_arena(3, 30000, ranks_diverge, seed); }
+
 void mismatched_buckets(uint64_t seed) { in_world_with_arena(3, 30000, definitions_differ, seed); }
 
 void late_bucket(uint64_t seed) { in_world_with_arena(3, 30000, one_bucket_is_late, seed); }

@@ -16,6 +16,9 @@ void whole_steps(uint64_t seed);
 void external_buckets(uint64_t seed);
 void two_groups(uint64_t seed);
 
+/* updates.c */
+void updates(uint64_t seed);
+
 /* failures.c: what must fail, in the right way, on every rank */
 void mismatch(uint64_t seed);
 void mismatch_submitted(uint64_t seed);
@@ -23,6 +26,7 @@ void abort_by_thread(uint64_t seed);
 void late_rank(uint64_t seed);
 void late_bucket(uint64_t seed);
 void mismatched_buckets(uint64_t seed);
+void diverged(uint64_t seed);
 void abort_in_pipeline(uint64_t seed);
 void interpreter_lock(uint64_t seed);
 void dead_rank(uint64_t seed);

@@ -52,8 +52,8 @@ def _compile(arguments: list[str]) -> None:
 
 
 def _optimisation(source: pathlib.Path) -> str:
-    """`kernels.c` has hundreds of loops, three times: there the compiler's own time counts."""
-    return "-O0" if source.name == "kernels.c" else "-O1"
+    """Hundreds of loops, three times: there the compiler's own time counts."""
+    return "-O0" if source.name in ("kernels.c", "update.c") else "-O1"
 
 
 @functools.cache

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import dataclasses
+import functools
 import os
 import random
+import sys
 import threading
+import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import hypothesis
@@ -132,6 +137,35 @@ def test_a_loss_per_replica_becomes_the_exact_mean(wrap):
     loss.backward()
     expected.backward()
     gradients_agree(model.module, bare)
+
+
+class GraphLoss(nn.Module):
+    """The mean over graphs, each of two nodes; or the sum and the number of graphs."""
+
+    def __init__(self, divides=True):
+        super().__init__()
+        self.net, self.divides = mlp(), divides
+
+    def forward(self, nodes, targets):
+        found = self.net(nodes).view(len(targets), 2, 3).sum(1)
+        total = (found - targets).pow(2).sum()
+        count = torch.tensor(float(len(targets)), dtype=torch.float64)
+        return total / count if self.divides else (total, count)
+
+
+def test_losses_of_replicas_are_averaged_equally_where_counts_are_not_known(wrap):
+    bare = GraphLoss()
+    model = wrap(copy.deepcopy(bare))
+    nodes, targets = torch.randn(10, 6, dtype=torch.float64), torch.randn(5, 3, dtype=torch.float64)
+    halves = (bare(nodes[:6], targets[:3]), bare(nodes[6:], targets[3:]))
+    with pytest.warns(UserWarning, match=r"3 and 2 rows .* inputs have 5, 10 rows") as caught:
+        loss = model(targets=targets, nodes=nodes)
+    assert caught[0].filename == __file__
+    close(loss, sum(halves) / 2)
+    close(model(targets=targets, nodes=nodes), loss)  # and says it once
+    total, count = wrap(GraphLoss(divides=False), scalars="sum")(targets=targets, nodes=nodes)
+    (total / count).backward()
+    close(total / count, bare(nodes, targets))
 
 
 def test_scalars_can_be_summed_or_stacked(wrap):
@@ -888,8 +922,8 @@ def test_sums_are_not_written_where_others_look(wrap):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor"
 )  # torch.compile looks, and hides it by itself
-def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+@torch._dynamo.config.patch(error_on_recompile=True)
+def test_compiled_modules_are_compiled_once(wrap):
     bare = mlp()
     model = wrap(torch.compile(copy.deepcopy(bare), backend="aot_eager"))
     x = torch.randn(6, 6, dtype=torch.float64)
@@ -901,6 +935,65 @@ def test_compiled_modules_are_compiled_once(wrap, monkeypatch):
         out.pow(2).sum().backward()
         expected.pow(2).sum().backward()
         gradients_agree(model.module, bare)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+@pytest.mark.parametrize("is_inner_compiled", [False, True])
+def test_compiling_around_it_leaves_its_own_code_alone(wrap, is_inner_compiled):
+    graphs: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    bare = mlp()
+    inner = copy.deepcopy(bare)
+    model = wrap(torch.compile(inner, backend="eager") if is_inner_compiled else inner)
+    x = torch.randn(6, 6, dtype=torch.float64)
+    whole = torch.compile(model, backend=backend)
+    within = torch.compile(lambda x: model(x.sin()).cos(), backend=backend)
+    with contextlib.nullcontext() if is_inner_compiled else pytest.warns(match="compiles nothing"):
+        whole(x).pow(2).sum().backward()
+    within(x).pow(2).sum().backward()
+    bare(x).pow(2).sum().backward()
+    bare(x.sin()).cos().pow(2).sum().backward()
+    gradients_agree(inner, bare)
+    assert len(graphs) == 2, "before and after it"
+    with pytest.raises(Exception, match=r"DataParallel\(torch.compile\(module\)\)"):
+        torch.compile(lambda x: model(x.sin()), backend=backend, fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_compile_as_a_method_compiles_the_module(wrap):
+    bare = mlp()
+    model = wrap(copy.deepcopy(bare))
+    model.compile(backend="eager")
+    x = torch.randn(6, 6, dtype=torch.float64)
+    for m in (model, bare):
+        m(x).pow(2).sum().backward()
+    gradients_agree(model.module, bare)
+    assert model.module._compiled_call_impl is not None
+    torch._dynamo.reset()
+
+
+def test_workers_have_compile_threads_of_their_own(wrap, monkeypatch):
+    """The pool of torch's compiler, as it is inherited: its threads do not exist in a worker."""
+
+    class AsyncCompile:
+        pool = staticmethod(functools.lru_cache(1)(lambda: ThreadPoolExecutor(1)))
+
+    compiler = types.ModuleType("async_compile")
+    compiler.AsyncCompile = AsyncCompile
+    monkeypatch.setitem(sys.modules, "torch._inductor.async_compile", compiler)
+    AsyncCompile.pool().submit(int).result()
+
+    class Net(nn.Module):
+        def forward(self, x):
+            return x + AsyncCompile.pool().submit(int).result()
+
+    assert wrap(Net(), timeout=20)(torch.ones(4)).tolist() == [1.0] * 4
+    AsyncCompile.pool().shutdown()
 
 
 @pytest.mark.parametrize(

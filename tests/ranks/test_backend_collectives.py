@@ -9,12 +9,15 @@ separately.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 
 import hypothesis
 import hypothesis.strategies as st
 import pytest
 
+import paceline
+from paceline.backend.tensor_layout import all_tensors as flattened
 from tests.harness import init_group, run_ranks
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -438,3 +441,104 @@ def test_messages_do_not_hinder_collectives():
         dist.destroy_process_group()
 
     run_ranks(2, check)
+
+
+def lists_of_tensors(rank, world):
+    """Several tensors per process, the form of torch's own bindings, against Gloo."""
+    import torch
+    import torch.distributed as dist
+
+    init_group("paceline")
+    gloo = dist.new_group(backend="gloo")._get_backend(torch.device("cpu"))
+    ours = dist.group.WORLD
+
+    def numbers(index, shape=(3, 2), dtype=torch.float32):
+        generator = torch.Generator().manual_seed(10 * rank + index)
+        return torch.randint(1, 9, shape, generator=generator).to(dtype)
+
+    def like_gloo(call, tensors):
+        """Both groups make the call on their own copies; returns ours."""
+        mine, theirs = copy.deepcopy(tensors), copy.deepcopy(tensors)
+        call(gloo, theirs).wait()
+        call(ours, mine).wait()
+        for own, expected in zip(flattened(mine), flattened(theirs), strict=True):
+            assert torch.equal(own.to_dense(), expected.to_dense())
+        return mine
+
+    for name in [*OPS, *BIT_OPS]:
+        op, dtype = getattr(dist.ReduceOp, name), torch.int32
+        for shape in [(3, 2), (0,), (), (40_000,)]:
+            tensors = [numbers(index, shape, dtype) for index in range(3)]
+            like_gloo(lambda group, own, op=op: group.allreduce(own, op), tensors)
+    turned = [numbers(index).t() for index in range(2)]
+    sums = like_gloo(lambda group, own: group.allreduce(own), turned)
+    ours.allreduce(turned, dist.ReduceOp.AVG).wait()  # Gloo divides the first tensor only
+    assert all(torch.equal(tensor, sums[0] / world) for tensor in turned)
+    sparse = [
+        torch.sparse_coo_tensor(
+            [[rank, 2 + index]], [1.0, 2.0 + index], (5,), check_invariants=True
+        )
+        for index in range(2)
+    ]
+    like_gloo(lambda group, own: group.allreduce(own), sparse)
+
+    options = dist.BroadcastOptions()
+    for root in range(world):
+        for tensor in range(3):
+            options.rootRank, options.rootTensor = root, tensor
+            given = [numbers(index) for index in range(3)]
+            like_gloo(lambda group, own: group.broadcast(own, options), given)
+
+    for count in (2, 3):
+        inputs = [numbers(index).t() for index in range(count)]
+        outputs = [[torch.zeros(2, 3) for _ in range(count * world)] for _ in range(count)]
+        like_gloo(lambda group, own, inputs=inputs: group.allgather(own, inputs), outputs)
+
+    one, wrong_type, wrong_shape = torch.ones(1), torch.ones(1).double(), torch.ones(2)
+    options.rootRank, options.rootTensor = 0, 2
+    mistakes = {
+        "non-empty": lambda: ours.allreduce([]),
+        "one dtype": lambda: ours.allreduce([one, wrong_type]),
+        "one shape.*index 1": lambda: ours.allreduce([one, wrong_shape]),
+        "one layout": lambda: ours.allreduce([one, one.to_sparse()]),
+        "invalid root tensor: 2": lambda: ours.broadcast([one, one], options),
+        "as many output lists": lambda: ours.allgather([[one] * 4], [one, one]),
+        "4 tensors in every output list": lambda: ours.allgather([[one] * 3] * 2, [one, one]),
+        "one tensor per process": lambda: ours.reduce([one, one], dist.ReduceOptions()),
+    }
+    for message, mistake in mistakes.items():
+        with pytest.raises(paceline.ConfigError, match=message):
+            mistake()
+    dist.destroy_process_group()
+
+
+def test_lists_of_several_tensors_per_process():
+    run_ranks(2, lists_of_tensors)
+
+
+def exchanges_of_wrong_shape(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    init_group("paceline")
+    for output, given, sizes in [
+        (torch.zeros(2), torch.zeros(4), ()),
+        (torch.zeros(2, 2), torch.zeros(2, 3), ()),
+        (torch.zeros(2, 2), torch.zeros(2, 3), ([1, 1], [1, 1])),
+        (torch.zeros(3), torch.zeros(3), ()),
+        (torch.zeros(3), torch.zeros(3), ([3], [3])),
+        (torch.zeros(3), torch.zeros(3), ([4, -1], [1, 2])),
+        (torch.zeros(3), torch.zeros(3), ([1, 2], [1, 1])),
+    ]:
+        with pytest.raises(ValueError, match=f"rank {rank}: all_to_all_single: "):
+            dist.all_to_all_single(output, given, *sizes)
+    with pytest.raises(ValueError, match="all_to_all"):
+        dist.all_to_all([torch.zeros(1)] * 3, [torch.zeros(1)] * 2)
+    output = torch.zeros(2)
+    dist.all_to_all_single(output, torch.arange(2.0) + 2 * rank)  # and the group still works
+    assert output.tolist() == [rank, 2 + rank]
+    dist.destroy_process_group()
+
+
+def test_exchanges_of_wrong_shape_are_refused_before_anything_is_sent():
+    run_ranks(2, exchanges_of_wrong_shape)

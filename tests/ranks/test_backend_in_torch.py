@@ -4,9 +4,20 @@ backend.
 
 from __future__ import annotations
 
-import pytest
+import os
+import pathlib
+import subprocess
+import sys
+import tomllib
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from paceline._backend_registration import register_backend
 from tests.harness import init_group, run_ranks
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 def test_asynchronous_calls_are_asynchronous():
@@ -16,9 +27,6 @@ def test_asynchronous_calls_are_asynchronous():
 
     def check(rank, world):
         import time
-
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         dist.barrier()
@@ -44,8 +52,6 @@ def test_asynchronous_calls_are_asynchronous():
 
 def test_futures_and_callbacks_that_call_again():
     def check(rank, world):
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         data = torch.ones(1000)
@@ -72,8 +78,6 @@ def test_wait_with_a_limit():
         from datetime import timedelta
 
         import pytest
-        import torch
-        import torch.distributed as dist
 
         from paceline import CollectiveTimeout
 
@@ -94,9 +98,6 @@ def test_wait_with_a_limit():
 def test_groups_of_any_shape_two_at_a_time_from_two_threads():
     def check(rank, world):
         import threading
-
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         members = [[0, 1, 2], [0, 2], [1, 3], [3]]
@@ -135,9 +136,6 @@ def test_destroy_and_init_again_leaves_nothing():
     def check(rank, world):
         import os
         import pathlib
-
-        import torch
-        import torch.distributed as dist
 
         def holdings():
             descriptors = len(os.listdir("/proc/self/fd"))
@@ -226,9 +224,6 @@ def test_several_gigabytes_through_bounded_memory(tmp_path):
     def check(rank, world, megabytes):
         import resource
 
-        import torch
-        import torch.distributed as dist
-
         init_group("paceline")
         data = torch.ones(megabytes << 18)
         dist.all_reduce(torch.ones(1))
@@ -245,8 +240,6 @@ def test_several_gigabytes_through_bounded_memory(tmp_path):
 @pytest.mark.parametrize("world", [32])
 def test_many_more_ranks_than_cores(world):
     def check(rank, world):
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         data = torch.full((1000,), float(rank))
@@ -339,8 +332,6 @@ def test_fsdp2_trains_and_checkpoints_on_it(tmp_path):
 
 def test_splitting_a_group():
     def check(rank, world):
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         part = dist.group.WORLD.split_group([0, 2] if rank in (0, 2) else [1, 3])
@@ -355,8 +346,6 @@ def test_splitting_a_group():
 
 def test_splitting_a_group_twice_with_the_same_ranks():
     def check(rank, world):
-        import torch
-        import torch.distributed as dist
 
         init_group("paceline")
         groups = [dist.group.WORLD.split_group([0, 1]) for _ in range(3)]
@@ -375,9 +364,6 @@ def test_splitting_a_group_twice_with_the_same_ranks():
 def test_calls_are_numbered_and_roots_and_time_limits_checked():
     def check(rank, world):
         from datetime import timedelta
-
-        import torch
-        import torch.distributed as dist
 
         import paceline
 
@@ -415,8 +401,6 @@ def test_calls_are_numbered_and_roots_and_time_limits_checked():
 def test_wrong_arguments_say_what_is_wrong():
     def check(rank, world):
         import pytest
-        import torch
-        import torch.distributed as dist
 
         from paceline import ConfigError
 
@@ -442,8 +426,6 @@ def test_wrong_arguments_say_what_is_wrong():
 @pytest.mark.parametrize("backend", ["cpu:paceline,cuda:gloo", "cuda:gloo,cpu:paceline"])
 def test_beside_a_backend_for_another_device(backend):
     def check(rank, world):
-        import torch
-        import torch.distributed as dist
 
         init_group(backend)
         group = dist.group.WORLD
@@ -459,3 +441,56 @@ def test_beside_a_backend_for_another_device(backend):
         dist.destroy_process_group()
 
     run_ranks(2, check)
+
+
+USES_TORCH_ONLY = """
+import sys
+import torch
+loaded = sorted(name for name in sys.modules if name.startswith("paceline"))
+assert loaded == [
+    "paceline", "paceline._backend_registration", "paceline._version", "paceline.errors"
+], loaded
+import torch.distributed as dist
+assert dist.is_backend_available("paceline")
+dist.init_process_group("paceline", store=dist.HashStore(), rank=0, world_size=1)
+numbers = torch.ones(3)
+dist.all_reduce(numbers)
+print(dist.get_backend(), numbers.tolist())
+dist.destroy_process_group()
+"""
+
+
+def test_torch_knows_the_backend_where_nobody_imports_the_package(tmp_path):
+    """By the entry points of an installed package, which torch loads when it is imported."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    metadata = tmp_path / "paceline-0.0.1.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 0.0.1\n")
+    lines = [
+        line
+        for group, entries in project["entry-points"].items()
+        for line in (f"[{group}]", *(f"{name} = {target}" for name, target in entries.items()))
+    ]
+    (metadata / "entry_points.txt").write_text("\n".join(lines) + "\n")
+    path = os.pathsep.join([str(tmp_path), str(ROOT / "src")])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", USES_TORCH_ONLY],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.stderr == ""
+    assert done.stdout == "paceline [1.0, 1.0, 1.0]\n"
+
+
+@pytest.mark.parametrize(
+    "backend", [object(), type("Backend", (), {"_plugins": {}})], ids=["unlike", "refusing"]
+)
+def test_an_unknown_torch_is_imported_without_the_backend(monkeypatch, caplog, backend):
+    """`import torch` must not fail because of a package that only happens to be installed."""
+    monkeypatch.setattr(dist.distributed_c10d, "Backend", backend)
+    register_backend()
+    assert "the backend paceline is not available" in caplog.text
+    assert torch.__version__ in caplog.text

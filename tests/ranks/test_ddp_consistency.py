@@ -145,6 +145,50 @@ def test_replicas_that_drift_apart_are_named(ranks):
         assert "the replicas drifted apart: b.weight differ between rank 0 and rank 1" in message
 
 
+def swap(net):
+    net.a.weight.data, net.b.weight.data = net.b.weight.data, net.a.weight.data
+
+
+def cancel(net):
+    bits = net.a.weight.data.view(torch.int32)
+    bits[0, 0] += 1000
+    bits[0, 1] -= 1000
+
+
+DRIFTS = {
+    "rows exchanged": lambda net: net.a.weight.copy_(net.a.weight.flip(0)),
+    "transposed": lambda net: net.a.weight.copy_(net.a.weight.t().clone()),
+    "two parameters exchanged": swap,
+    "changes that cancel": cancel,
+    "signs": lambda net: net.a.weight[0, :2].neg_(),
+    "replaced": lambda net: setattr(net.a, "weight", torch.nn.Parameter(torch.zeros(3, 3))),
+    "removed": lambda net: delattr(net, "a"),
+}
+
+
+def drifts(rank, world):
+    init_group(os.environ["BACKEND"])
+    unseen = []
+    for name, change in DRIFTS.items():
+        net = Net()
+        model = paceline.DistributedDataParallel(net)
+        model.compare_replicas()
+        with torch.no_grad():
+            if rank == 1:
+                change(net)
+        try:
+            model.compare_replicas()
+            unseen.append(name)
+        except paceline.MismatchError as error:
+            if "a.weight" not in str(error):
+                unseen.append(f"{name}: {error}")
+    return unseen
+
+
+def test_whatever_makes_replicas_differ_is_seen(ranks):
+    assert ranks(2, drifts) == [[], []]
+
+
 def no_false_alarm(rank, world):
     init_group(os.environ["BACKEND"])
     model = paceline.DistributedDataParallel(torch.nn.Linear(3, 3), check_replicas_every=1)

@@ -52,7 +52,7 @@ def synchronise_a_backward_of_no_sync(rank, world, options):
     # Torch's class on Gloo: a group of ours would only ask for one more kind of comparison.
     stock_group = dist.new_group(backend="gloo")
     stock = Stock(net(), process_group=stock_group, **options)
-    ours = paceline.DistributedDataParallel(net(), average="ranks", **options)
+    ours = paceline.DistributedDataParallel(net(), **options)
     for step in range(4):
         for model in (stock, ours):
             model.zero_grad()
@@ -228,3 +228,85 @@ def look_at_the_reducer(rank, world):
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_asked_of_the_reducer_and_the_logger(ranks, world):
     ranks(world, look_at_the_reducer)
+
+
+def join_rpc(rank, world, directory):
+    import warnings
+
+    from torch.distributed import rpc
+
+    init_group(os.environ["BACKEND"])
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{directory}/rpc")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own deprecations
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world, rpc_backend_options=options)
+    return rpc
+
+
+class Mixed(torch.nn.Module):
+    """Small, large and sparse parameters; one that need not be used."""
+
+    def __init__(self, *, sparse):
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = torch.nn.Embedding(7, 4, sparse=sparse)
+        self.small, self.large = torch.nn.Linear(4, 4), torch.nn.Linear(4, 150_000)
+        self.spare = torch.nn.Linear(4, 4)
+
+    def forward(self, x, spare=False):
+        y = self.small(x) + self.words(torch.arange(len(x)))
+        y = self.large(y).sum(1) / 150_000
+        return y + self.spare(x).sum(1) if spare else y
+
+
+def average_in_a_context(rank, world, directory, options, sparse):
+    import torch.distributed.autograd as dist_autograd
+
+    rpc = join_rpc(rank, world, directory)
+    alone, module = Mixed(sparse=sparse), Mixed(sparse=sparse)
+    model = paceline.DistributedDataParallel(module, **options)
+    # A gradient of an ordinary backward, perhaps in the memory of a bucket: nobody touches it.
+    model(batch(rank, 0)).sum().backward()
+    kept = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    for step in range(1, 4):
+        with dist_autograd.context() as context:
+            with model.no_sync():
+                dist_autograd.backward(context, [model(batch(rank, 20 + step)).square().mean()])
+            for _ in range(2):  # gradients accumulate in a context, too
+                dist_autograd.backward(context, [model(batch(rank, step)).square().mean()])
+            found = dist_autograd.get_gradients(context)
+            alone.zero_grad()
+            for peer in range(world):
+                alone(batch(peer, 20 + step)).square().mean().div(world).backward()
+                alone(batch(peer, step)).square().mean().mul(2 / world).backward()
+            for (name, own), expected in zip(
+                module.named_parameters(), alone.parameters(), strict=True
+            ):
+                if expected.grad is None:
+                    assert own not in found
+                else:
+                    torch.testing.assert_close(found[own].to_dense(), expected.grad.to_dense())
+                assert (own.grad is None) == (name not in kept)
+                if own.grad is not None:
+                    assert torch.equal(own.grad.to_dense(), kept[name].to_dense())
+    # An ordinary backward goes on as before.
+    model.zero_grad()
+    model(batch(rank, 0)).sum().backward()
+    for name, own in module.named_parameters():
+        if name in kept:
+            torch.testing.assert_close(own.grad.to_dense(), kept[name].to_dense())
+    loss = model(batch(rank, 1)).sum()
+    with dist_autograd.context() as context:
+        with pytest.raises(RuntimeError, match=r"outside of the context"):
+            dist_autograd.backward(context, [loss])
+        loss = model(batch(rank, 1), spare=rank == 0).sum()
+        with pytest.raises(RuntimeError, match=r"spare.* used on some ranks only"):
+            dist_autograd.backward(context, [loss])
+    rpc.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("options", "sparse"), [({}, False), ({"bucket_cap_mb": 1e-4}, False), ({}, True)]
+)
+def test_gradients_in_a_context_of_distributed_autograd(ranks, tmp_path, options, sparse):
+    ranks(2, average_in_a_context, str(tmp_path), options, sparse)

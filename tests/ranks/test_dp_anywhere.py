@@ -14,6 +14,8 @@ import sys
 import textwrap
 import time
 import warnings
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -181,6 +183,71 @@ def test_two_models_at_once_and_one_inside_the_other():
         second(first(x)).pow(2).sum().backward()
         torch.testing.assert_close(a.module.weight.grad, first.weight.grad, rtol=1e-12, atol=0)
         torch.testing.assert_close(b.module.weight.grad, second.weight.grad, rtol=1e-12, atol=0)
+
+
+def test_threads_take_turns():
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    inputs = [torch.randn(size, 6, dtype=torch.float64) for size in (8, 5, 7)]
+    parameters = list(bare.parameters())
+    expected = [torch.autograd.grad(bare(x).pow(2).sum(), parameters) for x in inputs]
+    # The second time inputs have gradients, too, which are read at the end of a backward.
+    with DataParallel(copy.deepcopy(bare), workers=2) as model:
+
+        def train(x: torch.Tensor, right: Sequence[torch.Tensor]) -> None:
+            for wants_gradient in (False, True) * 15:
+                x = x.detach().requires_grad_(wants_gradient)
+                outputs, more = model(x), model(x)
+                wanted = [*model.parameters(), *([x] if wants_gradient else [])]
+                for out in (outputs, more):
+                    found = torch.autograd.grad(out.pow(2).sum(), wanted)
+                    for one, other in zip(found, right, strict=False):
+                        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+                with torch.no_grad():
+                    torch.testing.assert_close(model(x), outputs, rtol=1e-12, atol=1e-14)
+
+        with ThreadPoolExecutor(len(inputs)) as threads:
+            for result in [*map(threads.submit, [train] * len(inputs), inputs, expected)]:
+                result.result()
+        assert len(model.worker_pids) == 1
+
+
+def test_one_inside_another_is_the_module_it_wraps():
+    torch.manual_seed(0)
+    bare = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 3)).double()
+    inner = DataParallel(copy.deepcopy(bare), workers=2)
+    x = torch.randn(7, 6, dtype=torch.float64)
+    with inner, DataParallel(nn.Sequential(inner, nn.Tanh()), workers=3) as outer:
+        for _ in range(2):
+            outer(x).pow(2).sum().backward()
+            bare(x).tanh().pow(2).sum().backward()
+            assert len(outer.worker_pids) == 2
+            assert len(inner.worker_pids) <= 1
+            for one, other in zip(inner.module.parameters(), bare.parameters(), strict=True):
+                torch.testing.assert_close(one.grad, other.grad, rtol=1e-12, atol=1e-14)
+            # By itself it splits, and the parameters follow from one to the other.
+            torch.testing.assert_close(inner(x), bare(x), rtol=1e-12, atol=1e-14)
+            assert len(inner.worker_pids) == 1
+            with torch.no_grad():
+                for parameter in (*inner.module.parameters(), *bare.parameters()):
+                    parameter.mul_(0.9)
+
+
+def test_a_model_called_within_its_own_forward_is_the_module():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.wrapper = nn.Linear(2, 2), []
+
+        def forward(self, x, again=True):
+            return self.wrapper[0](self.linear(x), again=False) if again else self.linear(x)
+
+    module = Twice()
+    x = torch.randn(4, 2)
+    with DataParallel(module, workers=2) as model:
+        module.wrapper.append(model)
+        torch.testing.assert_close(model(x), module.linear(module.linear(x)))
+        module.wrapper.clear()
 
 
 def test_copies_and_pickles_have_workers_of_their_own():

@@ -315,6 +315,7 @@ def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
         job = _run(run_command(script, moment, options=(TORCH,)), code=1)
         assert "rank 1" in job.last_line
         assert message in job.last_line
+        assert job.stderr.count("  File ") == 1  # the script's own line
 
 
 def test_the_image_is_shared_not_started_anew(tmp_path):

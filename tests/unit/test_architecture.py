@@ -34,6 +34,7 @@ LAYERS = [
     ["backend"],
     ["data"],
     ["ddp", "dp"],
+    ["optim"],
     ["integrations"],
     ["diagnostics"],
     ["observe"],

@@ -4,6 +4,7 @@ of ranks.
 
 from __future__ import annotations
 
+import collections
 import itertools
 import pickle
 import random
@@ -286,12 +287,105 @@ def test_with_torch_s_own_loader():
         ((2, 2), {"num_samples": 5}, ["num_samples=5", "weights"]),
         ((5, 2), {"indices": [0, 5]}, ["5", "0 to 4"]),
         ((5, 2), {"indices": [[0], [1]]}, ["(2, 1)"]),
+        ((5, 2), {"indices": [[0], [1, 2]]}, ["indices[0] must be a whole number, found [0]"]),
+        ((5, 2), {"indices": [1.7, 2.2]}, ["whole numbers", "1.7"]),
+        ((5, 2), {"indices": torch.tensor([1.7])}, ["whole numbers", "1.7"]),
+        ((5, 2), {"indices": np.array([1.0, 2.0])}, ["whole numbers", "1.0"]),
+        ((5, 2), {"indices": ["0", "1"]}, ["indices[0] must be a whole number, found '0'"]),
+        ((5, 2), {"indices": [2, True]}, ["indices[1] must be a whole number, found True"]),
+        ((5, 2), {"indices": [0, 2**70]}, [str(2**70), "0 to 4"]),
+        ((5, 2), {"indices": np.array([0, 2**64 - 1], dtype=np.uint64)}, [str(2**64 - 1)]),
+        ((5, 2), {"indices": [-1]}, ["-1", "0 to 4"]),
+        ((5, 2), {"indices": {1, 2}}, ["a list, an array or a tensor", "{1, 2}"]),
+        ((5, 2), {"indices": "01"}, ["a list, an array or a tensor", "'01'"]),
+        ((5, 2), {"indices": 3}, ["a list, an array or a tensor", "3"]),
+        ((5, 2), {"indices": torch.tensor(3)}, ["one-dimensional", "()"]),
+        ((5, 2), {"indices": [True, False]}, ["a mask of 2 values", "5 samples"]),
+        ((5, 2), {"indices": torch.ones(5, 1, dtype=torch.bool)}, ["(5, 1)"]),
+        ((2, 2), {"weights": [1.0, float("inf")]}, ["inf"]),
+        ((2, 2), {"weights": ["a", "b"]}, ["weights must be numbers", "'a'"]),
+        ((2, 2), {"weights": torch.ones(2, dtype=torch.complex64)}, ["complex"]),
+        ((2, 2), {"weights": 5}, ["a list, an array or a tensor", "5"]),
+        ((2, 2), {"weights": [[1.0], [2.0]]}, ["(2, 1)"]),
+        ((2, 2), {"weights": [1, 2], "num_samples": 2.5}, ["num_samples must be a whole number"]),
+        ((10, "8"), {}, ["batch_size must be a whole number, found '8'"]),
+        ((10, 8.0), {}, ["batch_size must be a whole number, found 8.0"]),
+        ((10, True), {}, ["batch_size must be a whole number, found True"]),
+        ((10, None), {}, ["batch_size must be a whole number, found None"]),
+        ((10.0, 8), {}, ["the dataset's length must be a whole number, found 10.0"]),
+        ((10, 8, "no"), {}, ["shuffle must be True or False, found 'no'"]),
+        ((10, 8), {"drop_last": "yes"}, ["drop_last must be True or False, found 'yes'"]),
+        ((10, 8), {"seed": "x"}, ["seed must be a whole number, found 'x'"]),
+        ((10, 8), {"rank": "0", "world_size": 2}, ["rank must be a whole number, found '0'"]),
+        ((10, 8), {"rank": 0, "world_size": 2.0}, ["world_size must be a whole number, found 2.0"]),
     ],
 )
 def test_errors_name_the_bad_value(arguments, options, words):
     with pytest.raises(ConfigError) as caught:
         GlobalBatchSampler(*arguments, **options)
     assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        [True, False, True, False],
+        (np.bool_(True), False, True, False),
+        np.array([True, False, True, False]),
+        torch.tensor([True, False, True, False]),
+    ],
+)
+def test_a_mask_chooses_the_samples_where_it_is_true(mask):
+    assert list(GlobalBatchSampler(4, 4, shuffle=False, indices=mask)) == [[0, 2]]
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [
+        [3, 1],
+        (np.int32(3), 1),
+        np.array([3, 1], dtype=np.uint8),
+        np.array([3, 1], dtype=np.uint64),
+        torch.tensor([3, 1], dtype=torch.int16),
+        [torch.tensor(3), torch.tensor(1)],
+        range(3, 0, -2),
+    ],
+)
+def test_indices_of_any_whole_type(indices):
+    assert list(GlobalBatchSampler(4, 4, shuffle=False, indices=indices)) == [[3, 1]]
+
+
+@pytest.mark.parametrize("indices", [[], (), np.array([]), torch.tensor([]), [False] * 4])
+def test_no_samples_are_no_batches(indices):
+    assert list(GlobalBatchSampler(4, 4, indices=indices)) == []
+
+
+def test_indices_are_copied():
+    indices = np.array([3, 1])
+    sampler = GlobalBatchSampler(4, 4, shuffle=False, indices=indices)
+    indices[:] = 0
+    assert list(sampler) == [[3, 1]]
+
+
+@pytest.mark.parametrize("scale", [1e308, 1e300, 1.0, 1e-300, 5e-324])
+@pytest.mark.parametrize("kind", [list, np.array, torch.DoubleTensor])
+def test_weights_of_any_size_are_drawn_in_proportion(scale, kind):
+    weights = kind([scale, 0.0, scale, scale])
+    sampler = GlobalBatchSampler(4, 4, weights=weights, num_samples=3000)
+    drawn = collections.Counter(index for batch in sampler for index in batch)
+    assert set(drawn) == {0, 2, 3}
+    assert min(drawn.values()) > 850
+
+
+def test_weights_of_torchs_own_types():
+    weights = torch.tensor([0.0, 2.0], dtype=torch.bfloat16, requires_grad=True)
+    assert list(GlobalBatchSampler(2, 2, weights=weights)) == [[1, 1]]
+
+
+def test_ordinary_weights_draw_as_ever():
+    """A saved position in the middle of an epoch promises the order."""
+    sampler = GlobalBatchSampler(4, 8, weights=[0.1, 0.2, 0.3, 0.4], num_samples=16, seed=3)
+    assert list(sampler) == [[1, 0, 2, 2, 3, 2, 1, 3], [0, 2, 3, 3, 3, 2, 3, 3]]
 
 
 def test_a_dataset_without_a_length_is_pointed_to_the_wrapper():

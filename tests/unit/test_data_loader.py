@@ -389,6 +389,44 @@ def test_errors_of_a_dataset_come_through(workers):
     gc.collect()
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": "8"}, "batch_size must be a whole number, found '8'"),
+        ({"batch_size": 8.0}, "batch_size must be a whole number, found 8.0"),
+        ({"batch_size": 0}, "batch_size must be at least 1, found 0"),
+        ({"batch_size": 8, "shuffle": "no"}, "shuffle must be True or False, found 'no'"),
+        ({"batch_size": 8, "drop_last": "no"}, "drop_last must be True or False, found 'no'"),
+        ({"batch_size": 8, "num_workers": "2"}, "num_workers must be a whole number, found '2'"),
+        ({"batch_size": 8, "seed": 0.5}, r"seed must be a whole number, found 0\.5"),
+        (
+            {"batch_size": 8, "rank": "0", "world_size": 1},
+            "rank must be a whole number, found '0'",
+        ),
+    ],
+)
+def test_arguments_of_another_type_are_named(options, message):
+    with pytest.raises(ConfigError, match=message):
+        DataLoader(list(range(10)), **options)
+    with pytest.raises(ConfigError, match=message):
+        DataLoader(ShardedSource(), **options)
+
+
+class ShardedSource(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(10))
+
+
+def test_a_position_that_is_none_is_named():
+    loader = DataLoader(list(range(10)), batch_size=2)
+    with pytest.raises(ConfigError, match="not a saved position but a list"):
+        loader.load_state_dict([1, 2])
+    with pytest.raises(ConfigError, match="the saved epoch must be a whole number, found 'x'"):
+        loader.load_state_dict({**loader.state_dict(), "epoch": "x"})
+    with pytest.raises(ConfigError, match="epoch must be a whole number, found '3'"):
+        loader.set_epoch("3")
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("weights", [None, list(range(1, LENGTH + 1))])
 def test_ranges_of_global_batches_have_the_samples_and_seeds_of_the_batches(workers, weights):

@@ -138,3 +138,46 @@ def test_an_evaluation_of_other_ranks_than_the_groups_is_refused(monkeypatch, re
     request.getfixturevalue("single_process_group")
     with pytest.raises(ConfigError, match=r"made as rank 1 of 4, but this is rank 0 of 1"):
         evaluation.result()
+
+
+MADE_BEFORE_THE_GROUP = {
+    "DistributedSampler": lambda: DistributedSampler(data()),
+    "GlobalBatchSampler": lambda: GlobalBatchSampler(64, 8),
+    "ShardedIterable": lambda: ShardedIterable(range(64), 8),
+    "DataLoader": lambda: DataLoader(data(), 8),
+    "DataLoader of a stream": lambda: DataLoader(ShardedIterable(range(64), 8)),
+}
+
+
+@pytest.mark.parametrize("kind", MADE_BEFORE_THE_GROUP)
+def test_data_divided_for_other_ranks_than_the_groups_is_refused(monkeypatch, request, kind):
+    """As where a program makes its loader first and starts processes of its own afterwards."""
+    launch(monkeypatch, "torchrun")
+    source = MADE_BEFORE_THE_GROUP[kind]()
+    next(iter(source))
+    request.getfixturevalue("single_process_group")
+    with pytest.raises(ConfigError, match=r"made as rank 1 of 4, but is used as rank 0 of 1\."):
+        next(iter(source))
+
+
+@pytest.mark.parametrize("kind", sorted(set(MADE_BEFORE_THE_GROUP) - {"DistributedSampler"}))
+def test_data_made_before_ranks_were_started_is_refused(monkeypatch, kind):
+    source = MADE_BEFORE_THE_GROUP[kind]()
+    next(iter(source))
+    launch(monkeypatch, "torchrun")
+    with pytest.raises(ConfigError, match=r"made as rank 0 of 1, but is used as rank 1 of 4\."):
+        next(iter(source))
+
+
+def test_data_may_be_used_after_the_group_is_gone():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    loader = DataLoader(data(), 8)
+    dist.destroy_process_group()
+    assert len(list(loader)) == 8
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_ranks_that_were_given_may_differ_from_the_groups():
+    assert len(list(GlobalBatchSampler(64, 8, rank=1, world_size=4))) == 8
+    assert len(list(DistributedSampler(data(), 4, 1))) == 16
+    assert len(list(DataLoader(data(), 8, rank=1, world_size=4))) == 8

@@ -18,11 +18,9 @@ EVEN, LARGE, SMALL = ReceivedBatch(4, 1.0), ReceivedBatch(2, 1.5), ReceivedBatch
 @pytest.fixture(autouse=True)
 def _nothing_received():
     """Loaders of other tests may still be there."""
-    received._sources.clear()
-    received._finished.clear()
+    received._received.clear()
     yield
-    received._sources.clear()
-    received._finished.clear()
+    received._received.clear()
 
 
 class Stream(torch.utils.data.IterableDataset):

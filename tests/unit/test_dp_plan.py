@@ -26,6 +26,7 @@ from paceline._pytree import (
 from paceline.dp.gather import (
     GatherKind,
     ReplicaOutputs,
+    ScalarGather,
     check_same_structure,
     plan_gather,
     plan_outputs,
@@ -133,6 +134,9 @@ class Cache:
         self.kind, self.dtype = Layer, torch.float32
 
 
+TWO_EACH = split_inputs(torch.ones(4), 2, 0, {}, ())
+
+
 def returned(outputs: Any) -> ReplicaOutputs:
     spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
     return ReplicaOutputs(
@@ -141,6 +145,43 @@ def returned(outputs: Any) -> ReplicaOutputs:
         [meta_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)],
         [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)],
     )
+
+
+class Graphs(list):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("inputs", "weights", "reason"),
+    [
+        ((torch.ones(5, 2), torch.ones(5)), (0.6, 0.4), None),
+        ((torch.ones(5, 2), torch.ones(1), Whole(torch.ones(3))), (0.6, 0.4), None),
+        ((torch.ones(5), torch.ones(10)), (0.5, 0.5), "inputs have 5, 10 rows along dimension 0"),
+        ((torch.ones(4), torch.ones(8)), (0.5, 0.5), None),  # any count gives these
+        ((Graphs("abcde"),), (0.5, 0.5), "a Graphs was split by your own function"),
+        ((torch.ones(5), Graphs("abcde")), (0.5, 0.5), "a Graphs was split"),
+    ],
+)
+def test_losses_are_weighted_by_samples_where_their_number_is_known(inputs, weights, reason):
+    cut = {Graphs: lambda graphs, ranges: [graphs[start:stop] for start, stop in ranges]}
+    split = split_inputs(inputs, 2, 0, cut, (Whole, Graphs))
+    losses = [returned({"loss": torch.tensor(1.0), "n": torch.tensor(3)})] * 2
+    scalars = ScalarGather("mean")
+    plan, _ = plan_outputs(losses, split, scalars)
+    assert plan.weights == weights
+    note = scalars.take_note()
+    if reason is None:
+        assert note is None
+    else:
+        assert "outputs['loss']" in note
+        assert "3 and 2 rows" in note
+        assert reason in note
+    plan_outputs(losses, split, scalars)
+    assert scalars.take_note() is None, "once"
+    for how in ("sum", "stack"):
+        scalars = ScalarGather(how)
+        plan_outputs(losses, split, scalars)
+        assert scalars.take_note() is None
 
 
 def test_objects_that_hold_tensors_are_put_back_together():
@@ -216,7 +257,7 @@ def test_other_objects_are_left_whole(value):
 )
 def test_outputs_that_do_not_fit_together_are_named(here, there, message):
     with pytest.raises(PacelineError, match=message):
-        plan_outputs([returned(here), returned(there)], [1, 1], 0, "mean")
+        plan_outputs([returned(here), returned(there)], TWO_EACH, ScalarGather("mean"))
 
 
 def test_equal_values_beside_tensors():
@@ -227,7 +268,7 @@ def test_equal_values_beside_tensors():
 def test_numbers_in_objects_are_kept_and_must_be_equal():
     seven, eight = torch.tensor(7), torch.tensor(8)
     replicas = [returned(Layer(torch.ones(2), length=seven)) for _ in range(2)]
-    _, plan = plan_outputs(replicas, [2, 2], 0, "mean")
+    _, plan = plan_outputs(replicas, TWO_EACH, ScalarGather("mean"))
     assert plan.kind is GatherKind.SAME
     assert plan.gather([seven, seven.clone()]).item() == 7
     with pytest.raises(ConfigError, match=r"outputs.length: 7, 8"):

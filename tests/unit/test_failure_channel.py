@@ -130,6 +130,7 @@ def test_a_lost_connection_is_explained_by_the_error_of_the_peer(channel, at_top
     sys.excepthook(*raised(error))
     assert "rank 1 (pid 77) failed" in error.__notes__[0]
     assert "the needle" in error.__notes__[0]
+    assert error.__notes__[0].endswith("correct that error, then start all ranks again")
 
 
 def test_hooks_put_over_ours_stay(called):

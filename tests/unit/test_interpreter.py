@@ -31,6 +31,15 @@ def test_a_caller_is_found_by_name_with_its_locals():
     assert interpreter.find_caller("nobody is called so") is None
 
 
+def test_a_warning_names_the_line_outside_of_packages():
+    library = {"__name__": "some_library.part", "level": interpreter.stacklevel_outside}
+    code = "def warn(): return level('some_library')\ndef function(): return warn()"
+    exec(code, library)
+    # 1 is the line in warn(), 2 the one in function(), 3 this one.
+    assert library["function"]() == 3
+    assert interpreter.stacklevel_outside("some_library") == 1
+
+
 def test_collecting_is_off_inside_and_as_before_outside():
     with interpreter.without_collecting():
         assert not gc.isenabled()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import subprocess
 import sys
 
@@ -15,9 +17,16 @@ from paceline.launch.backend_choice import choose_backend
 from paceline.launch.messages import exit_code_for_shell
 from paceline.launch.output import Lines, Output
 from paceline.launch.placement import RankResources, placement_from
-from paceline.launch.resources import count_ranks, cpu_quota, threads_for, threads_per_rank
+from paceline.launch.resources import (
+    allow_open_files,
+    count_ranks,
+    cpu_quota,
+    threads_for,
+    threads_per_rank,
+)
 from paceline.rank_env import RankEnv
 
+KNOWN = {"paceline", "gloo", "nccl"}
 WORKS, MISSING = NativeStatus(True), NativeStatus(False, "cc: not found")
 
 
@@ -35,16 +44,24 @@ WORKS, MISSING = NativeStatus(True), NativeStatus(False, "cc: not found")
     ],
 )
 def test_the_backend(requested, environ, native, accelerator, expected):
-    assert choose_backend(requested, environ, native, accelerator).backend == expected
+    assert choose_backend(requested, environ, native, accelerator, KNOWN).backend == expected
 
 
 def test_falling_back_to_gloo_says_why():
-    assert "cc: not found" in choose_backend(None, {}, MISSING, None).note
+    assert "cc: not found" in choose_backend(None, {}, MISSING, None, KNOWN).note
 
 
 def test_asking_for_the_missing_core_is_an_error():
     with pytest.raises(ConfigError, match="cc: not found"):
-        choose_backend(None, {"PACELINE_BACKEND": "paceline"}, MISSING, None)
+        choose_backend(None, {"PACELINE_BACKEND": "paceline"}, MISSING, None, KNOWN)
+
+
+@pytest.mark.parametrize(
+    "name", ["nosuch", "cpu:nosuch", "cpu:gloo,nccl", "gloo,", ":gloo", "cpu:"]
+)
+def test_a_backend_that_torch_does_not_know_is_an_error(name):
+    with pytest.raises(ConfigError, match=f"PACELINE_BACKEND should be one of .* but is {name!r}"):
+        choose_backend(None, {"PACELINE_BACKEND": name}, WORKS, None, KNOWN)
 
 
 @pytest.mark.parametrize(
@@ -171,13 +188,83 @@ def test_quiet_ranks_still_go_to_their_logs(tmp_path):
         (["-n", "0", __file__], "number of ranks"),
         (["--nnodes", "2", "-n", "1", __file__], "--rdzv-endpoint"),
         (["--nnodes", "2", "--node-rank", "2", "--rdzv-endpoint", "a:1", __file__], "from 0 to 1"),
+        (["--nnodes", "1:4", __file__], "--nnodes should be a whole number but is '1:4'"),
+        (["--nnodes", "0", __file__], "--nnodes should be 1 or more"),
+        (["--node-rank", "x", __file__], "--node-rank should be a whole number but is 'x'"),
+        (["--nnodes", "2", "--rdzv-endpoint", "a:b", __file__], "should be HOST:PORT"),
+        (["-n", "100000", __file__], "at most 1024 but is 100000"),
+        (["--stall-after", "nan", __file__], "number of seconds, or 0 for never, not 'nan'"),
+        (["--stall-after", "inf", __file__], "number of seconds, or 0 for never, not 'inf'"),
+        (["--grace", "nan", __file__], "--grace should be a number of seconds, 0 or more"),
+        (["--grace", "inf", __file__], "--grace should be a number of seconds, 0 or more"),
+        (["--grace=-1", __file__], "--grace should be a number of seconds, 0 or more"),
+        (["--grace", "soon", __file__], "but is 'soon'"),
+        (["--log-dir", "/dev/null/logs", __file__], "--log-dir should be a directory"),
+        (["--trace", __file__, __file__], "--trace (PACELINE_TRACE) should be a directory"),
+        (["-n", "1", "/"], "a directory without a __main__.py"),
+        (["-m", "nosuch_package.train"], "there is no module 'nosuch_package.train'"),
+        (["-m", "train.py"], "there is no module 'train.py'"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments, message, capsys):
     from paceline.cli import main
 
     assert main(["run", *arguments]) == 2
+    shown = capsys.readouterr().err
+    assert message in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("PET_NODE_RANK", "abc", "--node-rank (PET_NODE_RANK) should be a whole number"),
+        ("PET_NNODES", "1:2", "--nnodes (PET_NNODES) should be a whole number but is '1:2'"),
+        ("PET_NPROC_PER_NODE", "gpu", "number of ranks should be 1 or more, or auto"),
+        ("PACELINE_STALL_AFTER", "nan", "PACELINE_STALL_AFTER"),
+        ("PACELINE_TRACE", "/dev/null/trace", "PACELINE_TRACE"),
+        ("PACELINE_THREADS", "some", "PACELINE_THREADS should be a number of threads"),
+    ],
+)
+def test_mistakes_in_the_environment(variable, value, message, capsys, monkeypatch):
+    from paceline.cli import main
+
+    monkeypatch.setenv(variable, value)
+    assert main(["run", __file__]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_script_that_cannot_be_read(capsys, monkeypatch):
+    from paceline.cli import main
+
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may read everything
+    assert main(["run", __file__]) == 2
+    assert "cannot be read: permission denied" in capsys.readouterr().err
+
+
+def test_a_current_directory_that_is_gone(tmp_path, capsys, monkeypatch):
+    from paceline.cli import main
+
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for arguments in (["train.py"], ["-m", "train"]):
+        assert main(["run", *arguments]) == 2
+        assert "the current directory cannot be used" in capsys.readouterr().err
+
+
+def test_the_limit_of_open_files(monkeypatch):
+    limits = {"now": (256, 4096)}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits["now"])
+    monkeypatch.setattr(resource, "setrlimit", lambda which, new: limits.update(now=new))
+    allow_open_files(2)
+    assert limits["now"] == (256, 4096)
+    allow_open_files(192)
+    assert 192 * 6 < limits["now"][0] < 4096
+    assert limits["now"][1] == 4096
+    with pytest.raises(ConfigError, match=r"1000 ranks need \d+ open files, but only 4096 are"):
+        allow_open_files(1000)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,10 @@ import dataclasses
 
 import pytest
 
+from paceline.errors import PeerLost
+from paceline.launch import save_listener
 from paceline.launch.save_agreement import NO_REQUEST, Pace, SaveAgreement, SaveRequest
+from paceline.launch.save_listener import SharedAnswers
 
 SAVE, STOP = SaveRequest(due=True), SaveRequest(due=True, stop=True)
 
@@ -171,3 +174,58 @@ def test_fast_loops_seldom_look_and_slow_ones_look_in_every_call(calls, seconds,
     pace = Pace()
     assert pace.calls_ahead(1, 100.0) == 1
     assert pace.calls_ahead(1 + calls, 100.0 + seconds) == ahead
+
+
+# -- with a store ----------------------------------------------------------------------------------
+
+
+class Store:
+    """As torch's: compare-and-set makes a key that is missing if nothing is expected of it."""
+
+    def __init__(self):
+        self.values, self.questions, self.is_gone = {}, 0, False
+
+    def compare_set(self, key, expected, desired):
+        self.questions += 1
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer\nmuch more")
+        if self.values.get(key, "") == expected:
+            self.values[key] = desired
+        return self.values[key].encode()
+
+
+@pytest.fixture
+def store(monkeypatch):
+    store = Store()
+    monkeypatch.setattr(save_listener, "_open_store", lambda: store)
+    return store
+
+
+def test_a_fast_loop_seldom_asks_the_store(store):
+    answers = SharedAnswers(0)
+    for _ in range(5000):
+        assert answers.next_call(NO_REQUEST) is NO_REQUEST
+    assert store.questions < 500
+
+
+def test_two_ranks_answer_in_the_same_call(store):
+    ranks = [SharedAnswers(0), SharedAnswers(1)]
+    found = []
+    for call in range(200):
+        wanted = [NO_REQUEST, SAVE if call == 70 else NO_REQUEST]
+        found.append([rank.next_call(w).due for rank, w in zip(ranks, wanted, strict=True)])
+    assert [True, True] in found
+    assert all(first == second for first, second in found)
+
+
+def test_without_the_store_only_a_request_is_an_error(store):
+    answers = SharedAnswers(3)
+    answers.next_call(NO_REQUEST)
+    store.is_gone = True
+    for _ in range(5):
+        assert not answers.next_call(NO_REQUEST)
+    with pytest.raises(
+        PeerLost, match=r"rank 3 was sent .* has ended \(Connection reset by peer\)"
+    ):
+        answers.next_call(STOP)
+    answers.leave()

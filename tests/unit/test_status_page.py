@@ -293,7 +293,7 @@ def test_the_stall_limit(text, seconds):
     assert stall_after_s(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["soon", "-1"])
+@pytest.mark.parametrize("text", ["soon", "-1", "nan", "inf"])
 def test_an_invalid_stall_limit_is_refused(text):
     with pytest.raises(ConfigError, match="PACELINE_STALL_AFTER"):
         stall_after_s(text)

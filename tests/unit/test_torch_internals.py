@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import datetime
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -28,6 +29,13 @@ def test_the_graph_task_is_known_inside_a_backward_only():
     y.sum().backward()
     assert inside[0][0] >= 0
     assert [keeps for _, keeps in inside] == [True, False]
+
+
+def test_without_rpc_there_is_no_context_of_distributed_autograd():
+    """With RPC: tests/ranks/test_ddp_torch_compat.py."""
+    assert internals.autograd_context() is None
+    assert not internals.in_distributed_backward()
+    assert callable(torch.distributed.autograd.get_gradients)
 
 
 def test_the_end_of_backward_is_called_after_all_gradients():
@@ -82,6 +90,30 @@ def test_many_tensors_at_once():
     internals.foreach_mul_(tensors, 6)
     internals.foreach_div_(tensors, 2)
     assert [total.sum() for total in tensors] == [6, 9]
+
+
+def test_tables_of_members_show_what_is_replaced():
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    tables = internals.member_tables(net)
+    assert sorted(map(len, tables)) == [0, 0, 0, 0, 2, 2]
+    net[0].weight, net[1] = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Tanh()
+    members = [member for table in tables for member in table.values()]
+    assert any(member is net[0].weight for member in members)
+    assert any(member is net[1] for member in members)
+
+
+def test_swapped_tensors_are_others_and_only_empty_hook_tables_are_dropped():
+    one, other = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(2))
+    before = internals.implementation_of(one)
+    one.register_post_accumulate_grad_hook(print).remove()
+    kept = one.register_hook(lambda gradient: gradient * 2)
+    internals.drop_empty_hook_tables(one)
+    assert one._post_accumulate_grad_hooks is None
+    (one.sum()).backward()
+    assert one.grad.tolist() == [2.0, 2.0]
+    kept.remove()
+    torch.utils.swap_tensors(one, other)
+    assert internals.implementation_of(one) != before
 
 
 def test_stores_and_devices_of_groups():
@@ -150,3 +182,46 @@ def test_a_group_has_options_with_a_time_limit():
     options = internals.BackendOptions("paceline", timedelta(seconds=5))
     options._timeout = timedelta(seconds=7)
     assert options._timeout == timedelta(seconds=7)
+
+
+def test_functions_can_be_left_uncompiled():
+    seen: list[bool] = []
+    frames: list[bool] = []
+
+    def called(x: torch.Tensor) -> torch.Tensor:
+        frames.append(internals.compiler_of_frames() is not None)
+        return x + 1
+
+    @internals.not_compiled("a reason")
+    def function(x: torch.Tensor) -> torch.Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return called(x)
+
+    @internals.not_compiled("a reason", including_calls=False)
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        frames.append(internals.compiler_of_frames() is not None)
+        return function(x)
+
+    x = torch.ones(2)
+    assert torch.equal(torch.compile(lambda x: outer(x) * 2, backend="eager")(x), x + 3)
+    assert torch.equal(outer(x), x + 1)
+    assert seen == [False, False]
+    assert frames == [True, False, False, False]
+    with pytest.raises(Exception, match="a reason"):
+        torch.compile(lambda x: function(x) * 2, backend="eager", fullgraph=True)(x)
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_the_pool_of_the_compiler_is_forgotten():
+    from torch._inductor.async_compile import AsyncCompile
+
+    if AsyncCompile.pool.cache_info().currsize:
+        return  # in use, by a test before this one
+    pool = AsyncCompile.pool()
+    internals.forget_inherited_compile_threads()
+    again = AsyncCompile.pool()
+    assert again is not pool
+    internals.forget_inherited_compile_threads()
+    for each in (pool, again):
+        each.shutdown()

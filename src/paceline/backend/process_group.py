@@ -38,12 +38,20 @@ from paceline.backend.tensor_layout import (
     all_tensors,
     check_same_dtype,
     contiguous,
+    copy_back,
     flat_list,
     lay_out,
     lay_out_reduced,
     run_each,
     single,
     single_tensor,
+)
+from paceline.backend.tensor_lists import (
+    check_alike,
+    check_gather_lists,
+    combine,
+    copy_to_all,
+    is_several,
 )
 from paceline.backend.work import Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.core.abi import ANY_SOURCE
@@ -246,10 +254,14 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             and self._allreduce_at_once(tensors, opts)
         ):
             return _DONE
-        tensor = single_tensor(tensors)
+        several = is_several(tensors)
+        tensor = tensors[0] if several else single_tensor(tensors)
         if not tensor.is_cpu:
             options = torch_options(dist.AllreduceOptions(), opts, op=op, timeout=timeout)
-            return self._delegate(tensor, "allreduce", [tensor], options)
+            return self._delegate(tensor, "allreduce", tensors if several else [tensor], options)
+        if several:
+            check_alike("all_reduce", tensors)
+            return self._allreduce_several(tensors, self._options(opts, op=op, timeout=timeout))
         return self._allreduce(tensor, self._options(opts, op=op, timeout=timeout))
 
     def _allreduce_at_once(self, tensors: TensorLists, opts: TorchOptions) -> bool:
@@ -275,14 +287,24 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         return True
 
     def _allreduce(self, tensor: torch.Tensor, options: CallOptions) -> Work:
+        ticket, finish = self._start_allreduce(tensor, options)
+        return self._work(ticket, [tensor], finish)
+
+    def _allreduce_several(self, tensors: list[torch.Tensor], options: CallOptions) -> Work:
+        combined = combine(tensors, options.reduction)
+        ticket, finish = self._start_allreduce(combined, options)
+        return self._work(ticket, tensors, run_each([finish, copy_to_all(tensors, combined)]))
+
+    def _start_allreduce(
+        self, tensor: torch.Tensor, options: CallOptions
+    ) -> tuple[Ticket | None, Finish | None]:
         timeout_ns, reduction = options.timeout_ns, options.reduction
         if tensor.is_sparse:
-            return DoneWork(
-                [sparse_all_reduce.allreduce(self._engine, tensor, reduction, timeout_ns)]
-            )
+            sparse_all_reduce.allreduce(self._engine, tensor, reduction, timeout_ns)
+            return None, None
         flat, reduction, finish = lay_out_reduced(tensor, reduction)
         ticket = self._engine.allreduce(flat, reduction, wait=options.wait, timeout_ns=timeout_ns)
-        return self._work(ticket, [tensor], finish)
+        return ticket, finish
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: TorchOptions = None) -> Work:
         """One call for many tensors of one dtype, through a flat copy."""
@@ -388,19 +410,36 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         root: int | None = None,
         timeout: timedelta | None = None,
     ) -> Work:
-        tensor = single_tensor(tensors)
+        several = is_several(tensors)
+        tensor = tensors[0] if several else single_tensor(tensors)
         if not tensor.is_cpu:
             broadcast_options = torch_options(
                 dist.BroadcastOptions(), opts, root=root, timeout=timeout
             )
-            return self._delegate(tensor, "broadcast", [tensor], broadcast_options)
+            given = tensors if several else [tensor]
+            return self._delegate(tensor, "broadcast", given, broadcast_options)
+        if several:
+            check_alike("broadcast", tensors)
+            tensor = self._root_tensor(tensors, opts)
         options = self._options(opts, root=root, timeout=timeout, rooted="broadcast")
         is_root = self.rank() == options.root
         flat, finish = lay_out(tensor, read=is_root)
         ticket = self._engine.broadcast(
             flat, options.root, wait=options.wait, timeout_ns=options.timeout_ns
         )
-        return self._work(ticket, [tensor], None if is_root else finish)
+        received = None if is_root else finish
+        if several:
+            return self._work(ticket, tensors, run_each([received, copy_to_all(tensors, tensor)]))
+        return self._work(ticket, [tensor], received)
+
+    def _root_tensor(self, tensors: list[torch.Tensor], opts: TorchOptions) -> torch.Tensor:
+        index = getattr(opts, "rootTensor", 0)
+        if not 0 <= index < len(tensors):
+            raise ConfigError(
+                f"rank {self.rank()}: broadcast: invalid root tensor: {index}; this process gave "
+                f"{len(tensors)} tensors"
+            )
+        return tensors[index]
 
     def allgather(
         self,
@@ -409,6 +448,8 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         opts: TorchOptions = None,
         timeout: timedelta | None = None,
     ) -> Work:
+        if is_several(input_tensors):
+            return self._allgather_several(output_tensors, input_tensors, opts, timeout)
         tensor, outputs = single_tensor(input_tensors), flat_list(output_tensors)
         if not tensor.is_cpu:
             gather_options = torch_options(AllgatherOptions(), opts, timeout=timeout)
@@ -423,6 +464,34 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             timeout_ns=options.timeout_ns,
         )
         return self._work(ticket, list(outputs), run_each(finish for _, finish in laid))
+
+    def _allgather_several(
+        self,
+        output_lists: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        opts: TorchOptions,
+        timeout: timedelta | None,
+    ) -> Work:
+        """The inputs travel as one; every output list gets all inputs of all ranks."""
+        if not inputs[0].is_cpu:
+            gather_options = torch_options(AllgatherOptions(), opts, timeout=timeout)
+            return self._delegate(inputs[0], "allgather", output_lists, inputs, gather_options)
+        check_gather_lists(output_lists, inputs, self.size())
+        outputs = all_tensors(output_lists)
+        check_alike("all_gather", [*inputs, *outputs])
+        options = self._options(opts, timeout=timeout)
+        given = torch.stack([contiguous(tensor) for tensor in inputs])
+        received = [torch.empty_like(given) for _ in range(self.size())]
+        gathered = [tensor for block in received for tensor in block.unbind()]
+        ticket = self._engine.allgather(
+            received, given, wait=options.wait, timeout_ns=options.timeout_ns
+        )
+        copies = [
+            copy_back(output, tensor)
+            for outputs in output_lists
+            for output, tensor in zip(outputs, gathered, strict=True)
+        ]
+        return self._work(ticket, outputs, run_each(copies))
 
     def all_gather_single(
         self,
@@ -540,6 +609,12 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         if not first.is_cpu:
             all_options = torch_options(dist.AllToAllOptions(), opts)
             return self._delegate(first, "alltoall", output_tensors, input_tensors, all_options)
+        for name, tensors in (("output", output_tensors), ("input", input_tensors)):
+            if len(tensors) != self.size():
+                raise ConfigError(
+                    f"rank {self.rank()}: all_to_all: expected {self.size()} {name} tensors, one "
+                    f"for every rank, got {len(tensors)}"
+                )
         check_same_dtype("all_to_all", [*output_tensors, *input_tensors])
         laid = [lay_out(output, read=False) for output in output_tensors]
         options = self._options(opts)
@@ -564,6 +639,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             all_options = torch_options(dist.AllToAllOptions(), opts)
             return self._delegate(input, "alltoall_base", output, input, *sizes, all_options)
         check_same_dtype("all_to_all_single", [output, input])
+        self._check_exchange(output, input, even=not output_split_sizes and not input_split_sizes)
         flat, finish = lay_out(output, read=False)
         options = self._options(opts)
         ticket = self._engine.alltoall(
@@ -673,6 +749,28 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         """One equal part per rank."""
         return flat.view(self.size(), -1).unbind() if flat.numel() else [flat] * self.size()
 
+    def _check_exchange(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 - torch's name
+        *,
+        even: bool,
+    ) -> None:
+        """What can be wrong with the two tensors of all_to_all_single, whatever the peers give.
+        `even`: ranks exchange equal parts, so that each gets as much as it gives.
+        """
+        shapes = f"output of shape {tuple(output.shape)}, input of shape {tuple(input.shape)}"
+        if output.shape[1:].numel() != input.shape[1:].numel():
+            raise ConfigError(
+                f"rank {self.rank()}: all_to_all_single: the rows of input and output must have "
+                f"one size, got {shapes}"
+            )
+        if even and output.numel() != input.numel():
+            raise ConfigError(
+                f"rank {self.rank()}: all_to_all_single: without split sizes input and output must "
+                f"have one size, got {shapes}"
+            )
+
     def _split_rows(
         self, name: str, tensor: torch.Tensor, sizes: Sequence[int] | None
     ) -> list[torch.Tensor]:
@@ -685,10 +783,10 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
                     f"cannot share equally; give {name}_split_sizes"
                 )
             sizes = [rows // self.size()] * self.size()
-        if len(sizes) != self.size() or sum(sizes) != rows:
+        if len(sizes) != self.size() or sum(sizes) != rows or min(sizes) < 0:
             raise ConfigError(
                 f"{call}: {name}_split_sizes {list(sizes)} must be {self.size()} numbers that add "
-                f"up to the {rows} rows of the {name}"
+                f"up to the {rows} rows of the {name}, none of them negative"
             )
         return list(tensor.split(list(sizes)))
 

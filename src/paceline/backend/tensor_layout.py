@@ -98,6 +98,8 @@ def single(tensors: TensorLists) -> Any:
     """The one entry of a list."""
     if isinstance(tensors, list | tuple) and len(tensors) == 1:
         return tensors[0]
+    if isinstance(tensors, list | tuple) and not tensors:
+        raise ConfigError("expected a non-empty list of tensors")
     count = len(tensors) if isinstance(tensors, list | tuple) else type(tensors).__name__
     raise ConfigError(f"expected a list with one entry (one tensor per process), got {count}")
 

@@ -14,7 +14,7 @@ import pickle
 import re
 import stat
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import torch
@@ -51,8 +51,8 @@ def write_archive(path: str, content: dict[str, Any]) -> None:
         OSError: the file cannot be written. What was there before is unchanged.
     """
     try:
-        with replacement_of(path) as new:
-            writer = _ChecksumWriter(new.file)
+        with replacement_of(path) as new, ThreadPoolExecutor(1) as background:
+            writer = _ChecksumWriter(new.file, background)
             _save(writer, content)
             writer.append_checksum()
             # Before it replaces anything: the previous checkpoint stays where this one is of no
@@ -74,12 +74,22 @@ class _ChecksumWriter:
     one of its own.
     """
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file, self._checksum = file, 0
+    def __init__(self, file: BinaryIO, background: Executor) -> None:
+        self._file, self._background, self._checksum = file, background, 0
         self.error: OSError | None = None
 
     def write(self, data: bytes | memoryview) -> int:
-        self._checksum = zlib.crc32(data, self._checksum)
+        if len(data) < _CHUNK_BYTES:
+            self._checksum = zlib.crc32(data, self._checksum)
+            return self._write(data)
+        # Computed while the system takes the bytes.
+        checksum = self._background.submit(zlib.crc32, data, self._checksum)
+        try:
+            return self._write(data)
+        finally:
+            self._checksum = checksum.result()
+
+    def _write(self, data: bytes | memoryview) -> int:
         try:
             return self._file.write(data)
         except OSError as error:
@@ -144,6 +154,8 @@ def read_archive(path: str, map_location: MAP_LOCATION) -> dict[str, Any]:
         except Exception as error:
             if found := damage.result():
                 raise ConfigError(found) from error
+            if isinstance(error, OSError | MemoryError):
+                raise
             raise _unreadable(path, error) from error
         if found := damage.result():
             raise ConfigError(found)
@@ -225,10 +237,8 @@ def _is_checkpoint(loaded: object) -> bool:
     )
 
 
-def _unreadable(path: str, error: Exception) -> Exception:
+def _unreadable(path: str, error: Exception) -> ConfigError:
     """The error to raise for one of torch's."""
-    if isinstance(error, OSError | MemoryError):
-        return error
     if isinstance(error, pickle.UnpicklingError):
         named = re.search(r"GLOBAL (\S+)", str(error))
         return ConfigError(

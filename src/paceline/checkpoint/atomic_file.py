@@ -145,15 +145,18 @@ def _temporary_name(directory: str) -> str:
 
 def _remove_left_overs(directory: str) -> None:
     """Remove temporary files whose writers were killed."""
-    with os.scandir(directory) as entries:
-        names = [entry.path for entry in entries if _TEMPORARY_NAME.fullmatch(entry.name)]
+    names = []
+    # One may write in a directory without being allowed to read it.
+    with contextlib.suppress(PermissionError):
+        names = [name for name in os.listdir(directory) if _TEMPORARY_NAME.fullmatch(name)]
     for name in names:
         # Others may remove it at the same time, or own it.
         with contextlib.suppress(OSError):
-            descriptor = os.open(name, os.O_RDWR | os.O_NOFOLLOW)
+            path = os.path.join(directory, name)
+            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(name)
+                os.unlink(path)
             finally:
                 os.close(descriptor)
 

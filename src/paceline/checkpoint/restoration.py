@@ -122,8 +122,9 @@ def _module_way_back(module: nn.Module) -> Callable[[], None]:
 
 
 def _optimizer_way_back(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    # Not by load_state_dict: it casts an optimizer's numbers to the types of the parameters.
-    state = {parameter: copy.deepcopy(entry) for parameter, entry in optimizer.state.items()}
+    # Not by load_state_dict, which casts an optimizer's numbers to the types of the parameters. It
+    # makes new tensors and leaves the former ones alone, so there is no need to copy those.
+    state = {parameter: copy.copy(entry) for parameter, entry in optimizer.state.items()}
     groups = [
         (group, {key: _copy_unless_params(key, entry) for key, entry in group.items()})
         for group in optimizer.param_groups

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +48,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         code: int = importlib.import_module(_COMMANDS[options.command][0]).run(options)
+        if sys.stdout is not None:  # closed by whoever started us
+            sys.stdout.flush()
     except PacelineError as error:
+        print(f"paceline: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # `| head` has read enough. What is left in the buffer has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 128 + signal.SIGPIPE
+    except OSError as error:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
     return code

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import os
 import pathlib
 import signal
@@ -54,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="show the output of rank 0 only (and every failure)",
     )
     parser.add_argument(
-        "--grace", type=float, default=30.0, metavar="SECONDS",
+        "--grace", default="30", metavar="SECONDS",
         help="time ranks get to end after Ctrl-C or SIGTERM before they are killed (default: 30)",
     )  # fmt: skip
     parser.add_argument(
@@ -81,15 +83,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     nodes.add_argument(
         "--nnodes",
-        type=int,
-        default=int(_torchrun("NNODES", "1")),
+        default=_torchrun("NNODES", "1"),
         metavar="N",
         help="number of hosts",
     )
     nodes.add_argument(
         "--node-rank",
         "--node_rank",
-        type=int,
+        default=_torchrun("NODE_RANK", ""),
         metavar="I",
         help="this host's number; 0 serves the rendezvous",
     )
@@ -136,7 +137,10 @@ def run(options: argparse.Namespace) -> int:
         _write_timeline(options.trace, screen)
     code = _report_result(result, plan, output, screen)
     output.close()
-    screen.flush(lambda: supervisor.was_asked_to_stop)
+    is_shown = screen.flush(lambda: supervisor.stop_signal is not None)
+    if not is_shown and result.stopped_by is None and supervisor.stop_signal is not None:
+        # The job was over, and the launcher only waited for its reader.
+        return exit_code_for_shell(-supervisor.stop_signal)
     return code
 
 
@@ -170,12 +174,15 @@ def _plan(options: argparse.Namespace) -> Plan:
             "package.train)"
         )
     target, *arguments = command_line
-    if not options.module and not os.path.exists(target):
-        raise ConfigError(f"there is no file {target!r} in {os.getcwd()}")
     # As python does: the script's own directory, or with -m the current one, comes first.
-    first = os.getcwd() if options.module else os.path.dirname(os.path.realpath(target))
-    if not options.module and not os.path.isfile(target):
-        first = os.path.abspath(target)  # a directory with a __main__.py
+    if options.module:
+        first = _current_directory()
+        _check_module(target, first)
+    else:
+        _check_script(target)
+        first = os.path.dirname(os.path.realpath(target))
+        if os.path.isdir(target):
+            first = os.path.abspath(target)  # a directory with a __main__.py
     ranks = count_ranks(options.ranks)
     return Plan(
         work=Script(target, tuple(arguments), options.module),
@@ -192,13 +199,86 @@ def _plan(options: argparse.Namespace) -> Plan:
             **_trace_directory(options),
         },
         stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
-        grace_s=options.grace,
+        grace_s=_seconds("--grace", options.grace),
         owns_process=True,
     )
 
 
+def _check_script(target: str) -> None:
+    """Refuse here what would otherwise fail on every rank."""
+    if not os.path.exists(target):
+        raise ConfigError(f"there is no file {target!r} in {_current_directory()}")
+    if os.path.isdir(target) and not os.path.exists(os.path.join(target, "__main__.py")):
+        raise ConfigError(
+            f"{target!r} should be a script but is a directory without a __main__.py; a package is "
+            "started with -m"
+        )
+    if not os.access(target, os.R_OK):
+        raise ConfigError(f"{target!r} should be a script but cannot be read: permission denied")
+
+
+def _check_module(name: str, first: str) -> None:
+    """As `_check_script`. Only the package is looked for: what is in it, it may make when it is
+    imported.
+    """
+    before, sys.path[:] = list(sys.path), [first, *_path_without_ours()]
+    try:
+        found = importlib.util.find_spec(name.partition(".")[0])
+    except (ImportError, ValueError):
+        found = None
+    finally:
+        sys.path[:] = before
+    if found is None:
+        raise ConfigError(
+            f"there is no module {name!r}, neither in {first} nor installed; a script is started "
+            "without -m"
+        )
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise ConfigError(
+            f"the current directory cannot be used ({error.strerror}); change to another one"
+        ) from None
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ConfigError(f"{option} should be a number of seconds, 0 or more, but is {text!r}")
+    return seconds
+
+
+def _whole_number(option: str, text: str) -> int:
+    """An option's value, which may come from torchrun's variable for it."""
+    try:
+        return int(text)
+    except ValueError:
+        variable = f"PET_{option.lstrip('-').replace('-', '_').upper()}"
+        from_variable = f" ({variable})" if os.environ.get(variable) == text else ""
+        raise ConfigError(
+            f"{option}{from_variable} should be a whole number but is {text!r}"
+        ) from None
+
+
 def _trace_directory(options: argparse.Namespace) -> dict[str, str]:
-    return {} if options.trace is None else {TRACE: str(options.trace.resolve())}
+    from_variable = os.environ.get(TRACE)
+    directory = options.trace or (pathlib.Path(from_variable) if from_variable else None)
+    if directory is None:
+        return {}
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"--trace ({TRACE}) should be a directory that can be written, but {error.filename!r} "
+            f"cannot: {error.strerror}"
+        ) from error
+    return {TRACE: str(directory.resolve())}
 
 
 def _path_without_ours() -> list[str]:
@@ -207,23 +287,26 @@ def _path_without_ours() -> list[str]:
 
 
 def _rendezvous_config(options: argparse.Namespace) -> RendezvousConfig:
-    if options.nnodes < 1:
-        raise ConfigError(f"--nnodes should be 1 or more but is {options.nnodes}")
-    if options.nnodes == 1:
+    nodes = _whole_number("--nnodes", options.nnodes)
+    if nodes < 1:
+        raise ConfigError(f"--nnodes should be 1 or more but is {nodes}")
+    node_rank = _whole_number("--node-rank", options.node_rank) if options.node_rank else None
+    if nodes == 1:
         return RendezvousConfig()
     if not options.rdzv_endpoint:
         raise ConfigError(
-            f"--nnodes {options.nnodes} needs --rdzv-endpoint HOST:PORT, an address of one of the "
-            "hosts"
+            f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts"
         )
-    node_rank = options.node_rank
-    if node_rank is None and (text := os.environ.get("PET_NODE_RANK")):
-        node_rank = int(text)
-    if node_rank is not None and not 0 <= node_rank < options.nnodes:
-        raise ConfigError(
-            f"--node-rank should be from 0 to {options.nnodes - 1} but is {node_rank}"
-        )
-    return RendezvousConfig(options.nnodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+    _check_endpoint(options.rdzv_endpoint)
+    if node_rank is not None and not 0 <= node_rank < nodes:
+        raise ConfigError(f"--node-rank should be from 0 to {nodes - 1} but is {node_rank}")
+    return RendezvousConfig(nodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
+
+
+def _check_endpoint(text: str) -> None:
+    host, colon, port = text.rpartition(":") if not text.endswith("]") else (text, "", "")
+    if colon and not (host and port.isdecimal() and int(port) < 65536):
+        raise ConfigError(f"--rdzv-endpoint should be HOST:PORT but is {text!r}")
 
 
 def _pass_signals_to(supervisor: Supervisor) -> None:

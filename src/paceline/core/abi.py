@@ -25,6 +25,7 @@ __all__ = [
     "NativeStatus",
     "Request",
     "Status",
+    "Update",
     "ERROR_TEXT_BYTES",
     "interpreter",
     "library",
@@ -43,12 +44,11 @@ _LIBRARY = _HERE / "libpaceline_core.so"
 class Status:
     """`plc_status`."""
 
-    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID, SYSTEM, PENDING, SIZE, NESTED = (
-        range(11)
-    )
+    OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID = range(7)
+    SYSTEM, PENDING, SIZE, NESTED, DIVERGED = range(7, 12)
     NAMES = (
         *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
-        *("PENDING", "SIZE", "NESTED"),
+        *("PENDING", "SIZE", "NESTED", "DIVERGED"),
     )
 
 
@@ -66,7 +66,8 @@ class Kind:
         REDUCE_SCATTER,
         ALLTOALL,
         BUCKET,
-    ) = range(10)
+        ELSEWHERE,
+    ) = range(11)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -78,6 +79,7 @@ class Kind:
         "reduce_scatter",
         "all_to_all",
         "bucket",
+        "no call",
     )
 
 
@@ -136,6 +138,31 @@ class Message(C.Structure):
         ("status", C.c_uint32),
         ("finished", C.c_uint32),
         ("next", C.c_void_p),
+    ]
+
+
+class Update(C.Structure):
+    """`plc_update`: one step of an optimizer over many arrays."""
+
+    _fields_ = [
+        ("rule", C.c_uint32),
+        ("options", C.c_uint32),
+        ("lr", C.c_double),
+        ("weight_decay", C.c_double),
+        ("eps", C.c_double),
+        ("momentum", C.c_double),
+        ("dampening", C.c_double),
+        ("beta1", C.c_double),
+        ("beta2", C.c_double),
+        ("lr_decay", C.c_double),
+        ("grad_scale", C.c_double),
+        ("part", C.c_uint32),
+        ("parts", C.c_uint32),
+        ("threads", C.c_uint32),
+        ("arrays", C.c_uint32),
+        ("addresses", C.c_void_p),
+        ("counts", C.c_void_p),
+        ("kinds", C.c_void_p),
     ]
 
 
@@ -251,6 +278,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),
     "plc_compare_pieces": (_U32, [_U32, _PTR, _PTR, _PTR, _PTR]),
     "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
+    "plc_update_arrays": (_I32, [C.POINTER(Update)]),
+    "plc_update_with": (_I32, [C.c_char_p, C.POINTER(Update)]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),

@@ -48,6 +48,7 @@ class BucketArena:
 
     def __init__(self, comm: Communicator, handle: C.c_void_p, nbytes: int, buckets: int) -> None:
         self._comm = comm
+        self._number_in_comm = comm.count_arena()
         self._handle = handle
         self.nbytes = nbytes
         self.buckets = buckets
@@ -99,6 +100,10 @@ class BucketArena:
                     f"could not map {nbytes} bytes of shared memory: {os.strerror(C.get_errno())}"
                 )
         return cls(comm, handle, bytes_per_rank, buckets)
+
+    def name_bucket(self, index: int, name: str) -> None:
+        """What bucket `index` is called in messages about ranks that wait in it."""
+        self._comm.name_bucket(self._number_in_comm, index, name)
 
     def define(self, index: int, offset: int, count: int, dtype: int, op: int) -> None:
         """Say where bucket `index` lies and what is done to it, before its first use.

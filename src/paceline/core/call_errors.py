@@ -45,6 +45,7 @@ class _Membership(Protocol):
     def timeout(self) -> timedelta: ...
     @property
     def handle(self) -> C.c_void_p: ...
+    def bucket_name(self, arena: int, index: int) -> str: ...
 
 
 class CallErrors:
@@ -71,6 +72,8 @@ class CallErrors:
         call = Kind.NAMES[kind]
         if status == Status.MISMATCH:
             return self._mismatch()
+        if status == Status.DIVERGED:
+            return self._divergence()
         if status == Status.INVALID:
             return self._unsupported(call, reduction)
         if status == Status.NESTED:
@@ -113,14 +116,39 @@ class CallErrors:
             "use another operation or cast the tensor first"
         )
 
-    def _mismatch(self) -> MismatchError:
+    def _calls(self) -> dict[int, CallRecord]:
+        """What every rank was doing in the last mismatch."""
         records = (CallRecord * len(self._pids))()
         self._core.plc_comm_calls(self._comm.handle, records)
-        return calls_mismatch({self._name(r): call for r, call in enumerate(records)})
+        return {self._name(r): call for r, call in enumerate(records)}
+
+    def _mismatch(self) -> MismatchError:
+        return calls_mismatch(self._calls())
+
+    def _divergence(self) -> MismatchError:
+        values = {rank: self._describe_wait(call) for rank, call in self._calls().items()}
+        lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
+        return MismatchError(
+            f"the ranks wait for each other in different calls (this is rank {self._me}):\n"
+            f"{lines}\n"
+            "All ranks must make the same calls in the same order: the same collectives, and "
+            "forward and backward of the same models between them. This group can no longer be "
+            f"used; {_START_AGAIN}",
+            values,
+        )
+
+    def _describe_wait(self, call: CallRecord) -> str:
+        if call.kind == Kind.ELSEWHERE:
+            return "no call of this group"
+        if call.kind == Kind.BUCKET:
+            return self._comm.bucket_name(call.label, call.sequence)
+        return describe_call(call)
 
     def _group_error(
         self, status: int, failure: abi.Failure, where: str, timeout_ns: int = -1
     ) -> Exception:
+        if status == Status.DIVERGED:
+            return self._divergence()
         if status == Status.TIMEOUT:
             return self._timeout(failure, where, self._limit_s(timeout_ns))
         if status == Status.PEER_LOST:

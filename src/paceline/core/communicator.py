@@ -81,6 +81,8 @@ class Communicator:
         self._pids = list(pids)
         self.names = list(names)
         self._timeout = timeout
+        self._arenas = 0
+        self._bucket_names: dict[tuple[int, int], str] = {}
         holding_gil = abi.library_holding_gil()
         holding_gil.plc_comm_set_interpreter(handle, abi.interpreter())
         self._run = holding_gil.plc_run
@@ -94,6 +96,19 @@ class Communicator:
         weakref.finalize(self, self._core.plc_comm_free, handle).atexit = False
         _communicators.add(self)
         register_channel(self)
+
+    # --- buckets ----------------------------------------------------------------------------------
+    def count_arena(self) -> int:
+        """The number of an arena that was just opened, the same on every rank."""
+        number, self._arenas = self._arenas, self._arenas + 1
+        return number
+
+    def name_bucket(self, arena: int, index: int, name: str) -> None:
+        """What a bucket is called in messages about ranks that wait in it."""
+        self._bucket_names[arena, index] = name
+
+    def bucket_name(self, arena: int, index: int) -> str:
+        return self._bucket_names.get((arena, index), f"bucket {index} of arena {arena}")
 
     # --- life -------------------------------------------------------------------------------------
     @classmethod

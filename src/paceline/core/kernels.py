@@ -1,4 +1,6 @@
-"""Many arrays in one native call: gradients or buffers of a model, each at its own address."""
+"""Kernels that need no communicator: digests; many arrays in one native call, as the gradients or
+buffers of a model are, each at an address of its own.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,12 @@ from array import array
 from paceline.core import abi
 from paceline.core.abi import Status
 
-__all__ = ["add_pieces", "copy_pieces", "differing_pieces"]
+__all__ = ["add_pieces", "copy_pieces", "differing_pieces", "digest"]
+
+
+def digest(address: int, nbytes: int) -> int:
+    """64 bits that depend on every byte and its place."""
+    return int(abi.library().plc_digest(address, nbytes, 0))
 
 
 def copy_pieces(to: array[int], sources: array[int], nbytes: array[int]) -> None:

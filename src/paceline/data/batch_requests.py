@@ -79,6 +79,10 @@ class GlobalBatchRequests(BatchRequests):
         super().__init__(sampler.position)
         self._sampler, self._seed = sampler, seed
 
+    def begin(self) -> tuple[int, int]:
+        self._sampler.check_same_rank()
+        return super().begin()
+
     def __iter__(self) -> Iterator[BatchRequest]:
         epoch, first = self.epoch, self.first
         for batch, indices in enumerate(self._sampler.batches(epoch, first), start=first):

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.utils.data
 from torch.utils.data import Dataset
 
-from paceline.data.shares import check_rank
+from paceline._interpreter import find_caller, stacklevel_outside
+from paceline.data.argument_checks import check_flag, check_whole_number
+from paceline.data.shares import check_rank, check_same_rank, is_placed
 from paceline.errors import ConfigError
-from paceline.rank_env import current_rank_and_world, find_rank_env
+from paceline.rank_env import current_rank_and_world
 
 __all__ = ["DistributedSampler"]
 
@@ -26,9 +26,9 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     """Drop-in for `torch.utils.data.DistributedSampler`: same arguments, attributes and indices.
 
     It holds one rank's share as a tensor instead of everybody's as a list, takes its rank from the
-    launcher's environment where torch's needs a process group, and warns once if `set_epoch` is
-    forgotten, which otherwise silently repeats one order forever. (`paceline.GlobalBatchSampler`
-    pads nothing and needs no `set_epoch`.)
+    launcher's environment where torch's needs a process group, and warns once if training repeats
+    an order because `set_epoch` is forgotten. (`paceline.GlobalBatchSampler` pads nothing and needs
+    no `set_epoch`.)
 
     Args:
         dataset: map-style; only its length matters.
@@ -52,31 +52,34 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
+        self._found_its_rank = rank is None and num_replicas is None
         rank, num_replicas = _complete(rank, num_replicas)
         self.dataset, self.num_replicas, self.rank = dataset, num_replicas, rank
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
+        self.shuffle = check_flag("shuffle", shuffle)
+        self.seed = check_whole_number("seed", seed)
+        self.drop_last = check_flag("drop_last", drop_last)
         self.epoch = 0
         self.num_samples = _samples_per_rank(self._length(), num_replicas, drop_last)
         self.total_size = self.num_samples * num_replicas
-        # (seed, epoch) of a whole pass since the last set_epoch.
-        self._finished: tuple[int, int] | None = None
-        self._warned = False
+        self._repetition = _Repetition()
 
     def __iter__(self) -> Iterator[int]:
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
-        self._warn_if_repeated()
-        order = seed, epoch = self.seed, self.epoch
+        if self._found_its_rank:
+            check_same_rank(self, self.rank, self.num_replicas)
+        seed, epoch = self.seed, self.epoch
         share = self._share(seed + epoch)
         # In blocks: one tolist() of everything would hold every index as a Python integer.
         for start in range(0, self.num_samples, _BLOCK):
             yield from share[start : start + _BLOCK].tolist()
-        self._finished = order
+        if self.shuffle and self._repetition.found_after_pass(seed, epoch):
+            self._warn_of_repetition(epoch)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, which chooses the order when shuffling."""
-        self.epoch = epoch
-        self._finished = None
+        self.epoch = check_whole_number("epoch", epoch)
+        self._repetition.set_epoch_called()
 
     def _share(self, seed: int) -> torch.Tensor:
         """This rank's indices: every num_replicas-th of the order, which starts again where it is
@@ -100,18 +103,61 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
         return torch.randperm(length, generator=generator)[positions]
 
     def _length(self) -> int:
-        # torch's Dataset declares no __len__; its own sampler needs one too.
-        return len(self.dataset)  # type: ignore[arg-type]
+        try:
+            # torch's Dataset declares no __len__; its own sampler needs one too.
+            return len(self.dataset)  # type: ignore[arg-type]
+        except TypeError as error:
+            raise ConfigError(
+                f"DistributedSampler needs a dataset with a length, found {self.dataset!r}"
+            ) from error
 
-    def _warn_if_repeated(self) -> None:
-        if self.shuffle and not self._warned and self._finished == (self.seed, self.epoch):
-            self._warned = True
-            warnings.warn(
-                f"DistributedSampler starts another pass with the order of epoch {self.epoch}: "
-                "set_epoch was not called. Call sampler.set_epoch(epoch) before each epoch, or use "
-                "paceline.GlobalBatchSampler, whose epochs advance by themselves.",
-                stacklevel=3,
-            )
+    def _warn_of_repetition(self, epoch: int) -> None:
+        warnings.warn(
+            f"a second pass over DistributedSampler({type(self.dataset).__name__} of "
+            f"{self._length()} samples, rank {self.rank} of {self.num_replicas}) had the order of "
+            f"the first, that of epoch {epoch}: set_epoch() was not called in between. Call "
+            "sampler.set_epoch(epoch) before each epoch, or use paceline.GlobalBatchSampler, whose "
+            "epochs advance by themselves.",
+            stacklevel=stacklevel_outside("paceline", "torch"),
+        )
+
+
+class _Repetition:
+    """Finds out whether a program has forgotten `set_epoch`, once.
+
+    It has if two whole passes of training had one order. A program that has called `set_epoch`
+    twice has not, whatever it does between the calls.
+    """
+
+    def __init__(self) -> None:
+        self._calls = 0
+        # (seed, epoch) of the last pass since set_epoch.
+        self._last_order: tuple[int, int] | None = None
+        self._found = False
+
+    def set_epoch_called(self) -> None:
+        self._calls += 1
+        self._last_order = None
+
+    def found_after_pass(self, seed: int, epoch: int) -> bool:
+        """Whether the pass that has just come to its end is the first repetition."""
+        if self._found or self._calls > 1 or not _is_training() or _is_prefetching():
+            return False
+        self._found = self._last_order == (seed, epoch)
+        self._last_order = (seed, epoch)
+        return self._found
+
+
+def _is_training() -> bool:
+    """Whether the pass may be one of training. Evaluation does not care for the order."""
+    return torch.is_grad_enabled()
+
+
+def _is_prefetching() -> bool:
+    """Whether torch's loader asks for indices before anybody has asked it for a batch. A pass that
+    ends so may be a look at the first batch of a small dataset.
+    """
+    return find_caller("_reset") is not None
 
 
 def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
@@ -122,9 +168,8 @@ def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     every rank on everything.
     """
     if rank is not None and num_replicas is not None:
-        return check_rank(rank, num_replicas)
-    has_group = dist.is_available() and dist.is_initialized()
-    if not has_group and find_rank_env(os.environ) == find_rank_env({}):
+        return check_rank(rank, check_whole_number("num_replicas", num_replicas))
+    if not is_placed():
         raise ConfigError(
             f"found num_replicas={num_replicas}, rank={rank} and no process group or launcher to "
             "complete them from. Call init_process_group first, or give both"
@@ -132,7 +177,7 @@ def _complete(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     current_rank, world_size = current_rank_and_world()
     return check_rank(
         current_rank if rank is None else rank,
-        world_size if num_replicas is None else num_replicas,
+        world_size if num_replicas is None else check_whole_number("num_replicas", num_replicas),
     )
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from paceline.data.exact_sum import ExactSum
 from paceline.data.loader import DataLoader
-from paceline.data.shares import resolve_rank, share_of
+from paceline.data.shares import check_batch_size, resolve_rank, share_of
 from paceline.errors import ConfigError, MismatchError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Phase
@@ -126,8 +126,7 @@ class Evaluation:
         world_size: int | None = None,
         **options: Any,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
+        batch_size = check_batch_size(batch_size, world_size=1)
         if not hasattr(dataset, "__len__"):
             raise ConfigError(
                 f"{type(dataset).__name__} has no length, so it cannot be divided among ranks: "

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from paceline.data.argument_checks import check_flag, check_whole_number
 from paceline.data.order import (
     Order,
     SequentialOrder,
@@ -20,7 +21,14 @@ from paceline.data.order import (
 from paceline.data.position import Position, check_state
 from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import Int64s, check_seed
-from paceline.data.shares import Share, check_batch_size, resolve_rank, share_of
+from paceline.data.sample_choice import chosen_samples, one_dimensional
+from paceline.data.shares import (
+    Share,
+    check_batch_size,
+    check_same_rank,
+    resolve_rank,
+    share_of,
+)
 from paceline.errors import ConfigError
 
 __all__ = ["GlobalBatchSampler"]
@@ -30,7 +38,7 @@ _BLOCK = 1 << 13
 _MAX_LENGTH = 2**62
 
 _Weights: TypeAlias = Sequence[float] | torch.Tensor | npt.NDArray[np.floating]
-_Indices: TypeAlias = Sequence[int] | torch.Tensor | Int64s
+_Indices: TypeAlias = Sequence[int] | torch.Tensor | npt.NDArray[np.integer | np.bool_]
 
 
 class GlobalBatchSampler(Sampler[list[int]]):
@@ -52,7 +60,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             environment.
         weights: draw samples in proportion to these instead of visiting each once.
         num_samples: with `weights`, how many draws make an epoch (as many as there are weights).
-        indices: use only these samples of the dataset; `weights` then belong to them, one each.
+        indices: use only these samples of the dataset, or those where a mask of the dataset's
+            length is True; `weights` then belong to them, one each.
 
     Raises:
         ConfigError: an argument is out of range, arguments contradict one another, or the dataset
@@ -74,9 +83,11 @@ class GlobalBatchSampler(Sampler[list[int]]):
         indices: _Indices | None = None,
     ) -> None:
         self.rank, self.world_size = resolve_rank(rank, world_size)
+        self._found_its_rank = rank is None
         self.batch_size = check_batch_size(batch_size, self.world_size)
         self.dataset_length = _length(dataset_or_length)
-        self.shuffle, self.seed, self.drop_last = shuffle, check_seed(seed), drop_last
+        self.shuffle = check_flag("shuffle", shuffle)
+        self.seed, self.drop_last = check_seed(seed), check_flag("drop_last", drop_last)
         self._order = self._make_order(weights, num_samples, indices)
         self.position = Position()
         self._source = BatchSource(keeps_all=True)
@@ -108,6 +119,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         # A generator, so that nothing happens before the first `next`: torch's loader calls iter()
         # once too often.
+        self.check_same_rank()
         epoch, first = self.position.begin()
         self._source.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
@@ -115,6 +127,13 @@ class GlobalBatchSampler(Sampler[list[int]]):
             self._source.hand_out(ReceivedBatch.of(self.share(number)))
             yield batch
         self.position.finish(epoch)
+
+    def check_same_rank(self) -> None:
+        """Raise `ConfigError` if this process is not the rank that the sampler found itself on when
+        it was made.
+        """
+        if self._found_its_rank:
+            check_same_rank(self, self.rank, self.world_size)
 
     def share(self, batch: int) -> Share:
         """This rank's share of global batch `batch`, with the weight that keeps gradients exact.
@@ -199,7 +218,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
     def _make_order(
         self, weights: _Weights | None, num_samples: int | None, indices: _Indices | None
     ) -> Order:
-        chosen = None if indices is None else _check_indices(indices, self.dataset_length)
+        chosen = None if indices is None else chosen_samples(indices, self.dataset_length)
         length = self.dataset_length if chosen is None else len(chosen)
         order: Order
         if weights is not None:
@@ -211,22 +230,23 @@ class GlobalBatchSampler(Sampler[list[int]]):
         return order if chosen is None else SubsetOrder(order, chosen)
 
     def _weighted(self, weights: _Weights, num_samples: int | None, length: int) -> Order:
-        if len(weights) != length:
+        values = one_dimensional("weights", weights)
+        if len(values) != length:
             raise ConfigError(
-                f"found {len(weights)} weights for {length} samples: one for each is needed"
+                f"found {len(values)} weights for {length} samples: one for each is needed"
             )
         if not self.shuffle:
             raise ConfigError("weights draw at random, but shuffle is False: leave shuffle at True")
-        draws = length if num_samples is None else num_samples
-        if draws < 0:
-            raise ConfigError(f"num_samples must not be negative, found {draws}")
-        return WeightedOrder(weights, draws, self.seed)
+        draws = length if num_samples is None else check_whole_number("num_samples", num_samples)
+        if not 0 <= draws <= _MAX_LENGTH:
+            raise ConfigError(f"num_samples must be from 0 to 2**62, found {draws}")
+        return WeightedOrder(values, draws, self.seed)
 
 
 def _length(dataset_or_length: Sized | int) -> int:
     length = (
-        int(dataset_or_length)
-        if isinstance(dataset_or_length, int | np.integer)
+        check_whole_number("the dataset's length", dataset_or_length)
+        if isinstance(dataset_or_length, int | float | np.generic)
         else _len(dataset_or_length)
     )
     if not 0 <= length <= _MAX_LENGTH:
@@ -242,15 +262,3 @@ def _len(dataset: Sized) -> int:
             f"{type(dataset).__name__} has no length, so its order cannot be planned. "
             "Wrap an iterable dataset in paceline.ShardedIterable"
         ) from None
-
-
-def _check_indices(indices: _Indices, length: int) -> Int64s:
-    chosen = np.ascontiguousarray(indices, dtype=np.int64)
-    if chosen.ndim != 1:
-        raise ConfigError(f"indices must be one-dimensional, found shape {chosen.shape}")
-    if chosen.size and not (chosen.min() >= 0 and chosen.max() < length):
-        raise ConfigError(
-            f"indices from {chosen.min()} to {chosen.max()} do not fit a dataset of length "
-            f"{length}: 0 to {length - 1} are possible"
-        )
-    return chosen

@@ -12,6 +12,7 @@ import torch
 import torch.utils.data
 from torch.utils.data import Dataset, IterableDataset, Sampler, default_collate
 
+from paceline.data.argument_checks import check_flag, check_whole_number
 from paceline.data.batch_builder import (
     BuiltBatch,
     CollateSpec,
@@ -120,15 +121,19 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
     ) -> None:
         self.device = resolve_device(device)
         self.model, self.optimizer = _check_model(model), optimizer
+        num_workers = check_whole_number("num_workers", num_workers)
+        shuffle = None if shuffle is None else check_flag("shuffle", shuffle)
+        seed = None if seed is None else check_seed(seed)
         # Without a sampler, batches are global: by a sampler for datasets with a length, by a
         # wrapper for those without. A sampler that was given is passed on to torch as it is.
         own_batches = sampler is None and batch_sampler is None and batch_size is not None
         source: Any = dataset
         if own_batches and not isinstance(source, ShardedIterable):
+            assert batch_size is not None
             if isinstance(source, IterableDataset):
                 source = ShardedIterable(
                     source,
-                    batch_size or 0,
+                    batch_size,
                     seed=seed or 0,
                     drop_last=drop_last,
                     rank=rank,
@@ -136,7 +141,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
                 )
             else:
                 batch_sampler = GlobalBatchSampler(
-                    source, batch_size or 0, bool(shuffle), seed or 0, drop_last, rank, world_size
+                    source, batch_size, bool(shuffle), seed or 0, drop_last, rank, world_size
                 )
                 # How torch wants to hear that the batch sampler decides everything.
                 batch_size, shuffle, drop_last = 1, None, False
@@ -171,7 +176,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             in_order=in_order,
         )
         self.seed_samples, self.empty_batch = seed_samples, empty_batch
-        self._requests = self._make_requests(None if seed is None else check_seed(seed))
+        self._requests = self._make_requests(seed)
         self._inner: torch.utils.data.DataLoader[Any] | None = None
         self._source = BatchSource()
 

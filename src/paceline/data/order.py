@@ -5,18 +5,19 @@ indices.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from paceline.data.permutation import ALGORITHM, Permutation
 from paceline.data.rng import Int64s, derive_keys, random_bits
 from paceline.errors import ConfigError
 
 __all__ = ["Order", "SequentialOrder", "ShuffledOrder", "WeightedOrder", "SubsetOrder"]
+
+# Sums of up to 2**62 numbers below 2**900 are finite, and 2**-53 of one above 2**-900 is not zero.
+_ORDINARY_EXPONENT = 900
 
 
 class Order(Protocol):
@@ -70,27 +71,17 @@ class WeightedOrder:
 
     repeats = True
 
-    def __init__(
-        self,
-        weights: Sequence[float] | torch.Tensor | npt.NDArray[np.floating],
-        draws: int,
-        seed: int,
-    ) -> None:
-        values = np.ascontiguousarray(weights, dtype="<f8")
-        if (
-            values.ndim != 1
-            or not np.isfinite(values).all()
-            or (values < 0).any()
-            or not values.any()
-        ):
+    def __init__(self, weights: npt.NDArray[Any], draws: int, seed: int) -> None:
+        values = _as_floats(weights)
+        if not np.isfinite(values).all() or (values < 0).any() or not values.any():
             raise ConfigError(
                 "weights must be one finite number for each sample, none negative and not all "
-                f"zero, found shape {values.shape}, smallest {values.min(initial=np.inf)}, "
+                f"zero, found {values.size} of them, smallest {values.min(initial=np.inf)}, "
                 f"largest {values.max(initial=-np.inf)}"
             )
         self.length, self.seed = draws, seed
         self.name = f"weighted/1:{_digest(values)}"
-        self._sums = np.cumsum(values)
+        self._sums = np.cumsum(_scaled(values))
 
     def at(self, epoch: int, positions: Int64s) -> Int64s:
         key = derive_keys("weighted", self.seed, epoch, 1)[0]
@@ -103,6 +94,23 @@ class WeightedOrder:
         np.minimum(points, np.nextafter(total, 0.0), out=points)
         indices: Int64s = np.searchsorted(self._sums, points, side="right").astype(np.int64)
         return indices
+
+
+def _as_floats(weights: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    try:
+        if weights.dtype.kind == "c":
+            raise TypeError("they are complex")
+        return np.ascontiguousarray(weights, dtype="<f8")
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigError(f"weights must be numbers: {error}") from error
+
+
+def _scaled(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """The same proportions, far from where sums overflow or the smallest steps vanish. Ordinary
+    weights stay as they are, to the bit: they decide which order a saved position belongs to.
+    """
+    _, exponent = np.frexp(values.max())
+    return values if abs(exponent) < _ORDINARY_EXPONENT else np.ldexp(values, -exponent)
 
 
 class SubsetOrder:

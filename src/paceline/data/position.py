@@ -7,9 +7,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from paceline.data.argument_checks import check_whole_number
 from paceline.errors import ConfigError
 
 __all__ = ["Position", "check_state"]
+
+_POSITION = ("epoch", "batch")
 
 
 class Position:
@@ -47,6 +50,7 @@ class Position:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be of `epoch`; a position loaded within that epoch is kept."""
+        epoch = check_whole_number("epoch", epoch)
         if epoch < 0:
             raise ConfigError(f"epoch must not be negative, found {epoch}")
         if epoch != self._next_pass[0]:
@@ -66,7 +70,9 @@ def check_state(
     Raises:
         ConfigError: the state is of another kind, of other data, or outside of the data.
     """
-    missing = [name for name in (*identity, "epoch", "batch") if name not in state]
+    if not isinstance(state, Mapping):
+        raise ConfigError(f"not a saved position but a {type(state).__name__}: {state!r}")
+    missing = [name for name in (*identity, *_POSITION) if name not in state]
     if missing:
         raise ConfigError(
             f"not a saved position of this kind: {', '.join(missing)} missing, "
@@ -83,7 +89,7 @@ def check_state(
             f"{'; '.join(differences)}. Set up the data as it was when saving (rank and world size "
             "may differ), or start a new epoch"
         )
-    epoch, batch = int(state["epoch"]), int(state["batch"])
+    epoch, batch = (check_whole_number(f"the saved {key}", state[key]) for key in _POSITION)
     if epoch < 0 or batch < 0 or (batches is not None and batch > batches):
         raise ConfigError(
             f"the saved position is outside of the data: epoch {epoch}, "

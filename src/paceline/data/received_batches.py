@@ -65,7 +65,7 @@ class BatchSource:
         self.batches = set()
         self._last = None
         self._asked = self._asked_in_pass = self._fetches_ahead = False
-        _sources.discard(self)
+        _received.discard(self)
 
     def hand_out(self, batch: ReceivedBatch) -> None:
         """The training loop receives this batch."""
@@ -75,7 +75,7 @@ class BatchSource:
             self._forget_all_but_last()
         self.batches.add(batch)
         self._last, self._asked = batch, False
-        _sources.add(self)
+        _received.add(self)
 
     def ask(self) -> set[ReceivedBatch]:
         """A forward asks which batches it may be of."""
@@ -92,24 +92,62 @@ class BatchSource:
             self.begin()
         else:
             # The loader may be gone before its last batch is used.
-            _finished[:] = [self]
+            _received.add(self)
+            _received.keep(self)
 
     def _forget_all_but_last(self) -> None:
         self.batches = {self._last} if self._fetches_ahead and self._last is not None else set()
 
 
-# Weak: a loader that is gone hands out no more. But for the last one whose pass ended ahead of its
-# loop.
-_sources: weakref.WeakSet[BatchSource] = weakref.WeakSet()
-_finished: list[BatchSource] = []
+class _Received:
+    """What all sources have handed out. A forward asks in every step, so the answer is kept until a
+    batch comes or goes.
+    """
+
+    __slots__ = ("_answer", "_answered", "_finished", "_sources")
+
+    def __init__(self) -> None:
+        # Weak: a loader that is gone hands out no more. But for the last one whose pass ended ahead
+        # of its loop.
+        self._sources: list[weakref.ref[BatchSource]] = []
+        self._finished: BatchSource | None = None
+        self._answer: float | None = None
+        self._answered = True  # `_answer` is right, whatever the leading dimension
+
+    def add(self, source: BatchSource) -> None:
+        self._answered = False
+        if not any(known() is source for known in self._sources):
+            self._sources.append(weakref.ref(source, self._remove))
+
+    def discard(self, source: BatchSource) -> None:
+        self._answered = False
+        self._sources = [known for known in self._sources if known() not in (source, None)]
+
+    def keep(self, source: BatchSource) -> None:
+        self._finished = source
+
+    def clear(self) -> None:
+        self._sources, self._finished, self._answered = [], None, False
+
+    def _remove(self, source: weakref.ref[BatchSource]) -> None:
+        self._answered = False
+        self._sources = [known for known in self._sources if known is not source]
+
+    def weight_of_input(self, leading_dimension: int) -> float | None:
+        """What a forward weighs whose input has this leading dimension; None if that is not
+        known.
+        """
+        if self._answered:
+            return self._answer
+        sources = [source for known in self._sources if (source := known()) is not None]
+        batches = set().union(*(source.ask() for source in sources))
+        weights = {batch.weight for batch in batches}
+        self._answered = len(weights) <= 1
+        if not self._answered:
+            weights = {batch.weight for batch in batches if batch.samples == leading_dimension}
+        self._answer = weights.pop() if len(weights) == 1 else None
+        return self._answer
 
 
-def weight_of_input(leading_dimension: int) -> float | None:
-    """What a forward weighs whose input has this leading dimension; None if that is not known."""
-    if not _sources:
-        return None
-    received = set().union(*(source.ask() for source in _sources))
-    weights = {batch.weight for batch in received}
-    if len(weights) > 1:
-        weights = {batch.weight for batch in received if batch.samples == leading_dimension}
-    return weights.pop() if len(weights) == 1 else None
+_received = _Received()
+weight_of_input = _received.weight_of_input

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from paceline.data.argument_checks import check_whole_number
 from paceline.errors import ConfigError
 
 __all__ = ["UInt64s", "Int64s", "derive_keys", "random_bits", "check_seed"]
@@ -47,7 +48,8 @@ def random_bits(key: np.uint64, numbers: UInt64s) -> UInt64s:
 
 
 def check_seed(seed: int) -> int:
-    """The seed unchanged, if it is in range; raises `ConfigError` otherwise."""
+    """The seed as an int, if it is a whole number in range; raises `ConfigError` otherwise."""
+    seed = check_whole_number("seed", seed)
     if not 0 <= seed < 2**64:
         raise ConfigError(f"seed must be an integer from 0 to 2**64 - 1, found {seed!r}")
     return seed

@@ -10,11 +10,12 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from paceline._torch_internals import hidden_worker_info
+from paceline.data.argument_checks import check_flag
 from paceline.data.position import Position, check_state
 from paceline.data.received_batches import BatchSource, ReceivedBatch
 from paceline.data.rng import check_seed, derive_keys
 from paceline.data.seeding import RngState, isolated_rng, sample_seeds, seed_all
-from paceline.data.shares import check_batch_size, resolve_rank, share_of
+from paceline.data.shares import check_batch_size, check_same_rank, resolve_rank, share_of
 from paceline.errors import ConfigError
 
 __all__ = ["LocalBatch", "ShardedIterable"]
@@ -73,6 +74,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
         world_size: int | None = None,
     ) -> None:
         self.rank, self.world_size = resolve_rank(rank, world_size)
+        self._found_its_rank = rank is None
         self.batch_size = check_batch_size(batch_size, self.world_size)
         if isinstance(source, Iterator):
             raise ConfigError(
@@ -80,7 +82,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
                 "epoch and no resuming. Give an object whose __iter__ starts from the beginning"
             )
         self.source, self.transform = source, transform
-        self.seed, self.drop_last = check_seed(seed), drop_last
+        self.seed, self.drop_last = check_seed(seed), check_flag("drop_last", drop_last)
         self.position = Position()
         self._source = BatchSource()
         # Epoch and first batch of the running pass. In shared memory, since workers can outlive a
@@ -98,6 +100,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
 
     def announce_pass(self, epoch: int, first: int) -> None:
         """Publish to worker processes, running or to come, which pass they load for."""
+        self._check_same_rank()
         # Workers that are forked later inherit the mapping, persistent ones have it already.
         self._pass.share_memory_()
         self._pass.copy_(torch.tensor([epoch, first]))
@@ -106,6 +109,7 @@ class ShardedIterable(IterableDataset[LocalBatch]):
         if get_worker_info() is not None:
             yield from self.announced_batches()
             return
+        self._check_same_rank()
         epoch, first = self.position.begin()
         self._source.begin()
         for number, batch in enumerate(self.batches(epoch, first), start=first):
@@ -150,6 +154,10 @@ class ShardedIterable(IterableDataset[LocalBatch]):
             ConfigError: the state was saved over other data.
         """
         self.position.seek(*check_state(state, self._identity(), None))
+
+    def _check_same_rank(self) -> None:
+        if self._found_its_rank:
+            check_same_rank(self, self.rank, self.world_size)
 
     def _identity(self) -> dict[str, Any]:
         return {

@@ -9,11 +9,23 @@ differ by at most one sample. Rank 0 is never empty while another rank holds som
 from __future__ import annotations
 
 import dataclasses
+import os
 
+import torch.distributed as dist
+
+from paceline.data.argument_checks import check_whole_number
 from paceline.errors import ConfigError
-from paceline.rank_env import current_rank_and_world
+from paceline.rank_env import current_rank_and_world, find_rank_env
 
-__all__ = ["Share", "share_of", "resolve_rank", "check_rank", "check_batch_size"]
+__all__ = [
+    "Share",
+    "share_of",
+    "resolve_rank",
+    "check_rank",
+    "check_same_rank",
+    "is_placed",
+    "check_batch_size",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +82,11 @@ def resolve_rank(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 
 def check_rank(rank: int, world_size: int) -> tuple[int, int]:
-    """Both unchanged, if the rank is in the world; raises `ConfigError` otherwise."""
+    """Both as ints, if the rank is in the world; raises `ConfigError` otherwise."""
+    rank, world_size = (
+        check_whole_number("rank", rank),
+        check_whole_number("world_size", world_size),
+    )
     if world_size < 1:
         raise ConfigError(f"world_size must be at least 1, found {world_size}")
     if not 0 <= rank < world_size:
@@ -80,8 +96,28 @@ def check_rank(rank: int, world_size: int) -> tuple[int, int]:
     return rank, world_size
 
 
+def is_placed() -> bool:
+    """Whether a process group or a launcher says which rank this process is."""
+    has_group = dist.is_available() and dist.is_initialized()
+    return has_group or find_rank_env(os.environ) != find_rank_env({})
+
+
+def check_same_rank(owner: object, rank: int, world_size: int) -> None:
+    """Raise `ConfigError` if this process is not, or no longer, the rank that `owner` found itself
+    on when it was made, perhaps before ranks were started: every rank would load the same samples.
+    """
+    now = current_rank_and_world()
+    if is_placed() and now != (rank, world_size):
+        raise ConfigError(
+            f"this {type(owner).__name__} was made as rank {rank} of {world_size}, but is used as "
+            f"rank {now[0]} of {now[1]}. Make it where it is used, after init_process_group, or "
+            "give it its rank and the number of ranks"
+        )
+
+
 def check_batch_size(batch_size: int, world_size: int) -> int:
-    """The batch size unchanged, if every rank gets a sample; raises `ConfigError` otherwise."""
+    """The batch size as an int, if every rank gets a sample; raises `ConfigError` otherwise."""
+    batch_size = check_whole_number("batch_size", batch_size)
     if batch_size < 1:
         raise ConfigError(f"batch_size must be at least 1, found {batch_size}")
     if batch_size < world_size:

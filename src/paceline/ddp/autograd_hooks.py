@@ -26,7 +26,11 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from paceline._interpreter import NotifiesOnDrop
-from paceline._torch_internals import current_graph_task, queue_end_of_backward
+from paceline._torch_internals import (
+    current_graph_task,
+    drop_empty_hook_tables,
+    queue_end_of_backward,
+)
 from paceline.ddp.buckets import Bucket, InPlaceBucket
 from paceline.ddp.plan import ManagedParameter
 from paceline.ddp.step import ForwardPass
@@ -147,6 +151,10 @@ class AutogradHooks:
         _remove_all(self._handles)
         _remove_all(self._sentinels)
         self.remove_scaling()
+        # A table that is left, though empty, does not go with the parameter when
+        # torch.utils.swap_tensors gives it another tensor: hooks put into it would never be called.
+        for managed in self.managed:
+            drop_empty_hook_tables(managed.parameter)
 
     # ----------------------------------------------------------------------------- outputs
 
@@ -225,9 +233,7 @@ class AutogradHooks:
             return  # not while autograd may be in one of them
         self._leaves_tables = False
         for managed in self.managed:
-            hooks = managed.parameter._backward_hooks
-            if hooks is not None and not hooks:
-                managed.parameter._backward_hooks = None
+            drop_empty_hook_tables(managed.parameter)
 
 
 class _Scaling(NamedTuple):

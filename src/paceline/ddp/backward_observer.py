@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline._torch_internals import current_graph_task
+from paceline._torch_internals import autograd_context, current_graph_task
 from paceline.ddp.autograd_hooks import AutogradHooks, queue_callback
+from paceline.ddp.context_gradients import ContextGradients
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.forward_tracker import ForwardTracker
 from paceline.ddp.plan import ManagedParameter
@@ -72,6 +73,10 @@ class BackwardObserver(ReducerCompat):
         """From the next step on, average by this rule."""
         self.rule = rule
 
+    def renew_hooks(self) -> None:
+        """The parameters may have lost their hooks: give them others."""
+        self.hooks.remove()
+
     def remove_hooks(self) -> None:
         """Leave the parameters as they were."""
         self.hooks.remove()
@@ -97,7 +102,7 @@ class BackwardObserver(ReducerCompat):
         if self.step is None:
             self.hooks.remove_empty_tables()
             self._forget_arrivals()
-        forward = ForwardPass(self.forwards.sample_count, sync)
+        forward = ForwardPass(self.forwards.sample_count, sync, autograd_context())
         reachable = self.hooks.watch_outputs(tensors, forward)
         if (
             self.forwards.awaits_backward
@@ -117,7 +122,8 @@ class BackwardObserver(ReducerCompat):
             self._forget_arrivals()
             self._next_backward_syncs = True
             # If it does not come by the outputs of a forward: that of the running one.
-            self.hooks.set_sentinels(ForwardPass(self.forwards.sample_count, sync=True))
+            count, context = self.forwards.sample_count, autograd_context()
+            self.hooks.set_sentinels(ForwardPass(count, sync=True, context=context))
 
     def tracks(self, sync: bool) -> bool:
         """Whether a forward needs to be tracked at all."""
@@ -158,6 +164,8 @@ class BackwardObserver(ReducerCompat):
         others = self.forwards.reached(forward)
         step = Step(phase, task=task, count=forward.count, keeps_graph=torch.is_grad_enabled())
         self.step = step
+        if forward.context is not None:
+            step.context_gradients = ContextGradients(forward.context, self.managed)
         recorder.phase(_BACKWARD)
         self._begin_step(step, is_one_of_several=bool(others))
         queue_callback(self, step.number)
@@ -187,7 +195,11 @@ class BackwardObserver(ReducerCompat):
             return
         self.hooks.remove_scaling()
         try:
-            self._finish_step(step)
+            arrived = step.context_gradients and step.context_gradients.arrived()
+            if arrived:
+                self._finish_in_context(step, arrived)
+            else:
+                self._finish_step(step)
         except BaseException:
             self.history.step_failed()
             raise
@@ -244,6 +256,12 @@ class BackwardObserver(ReducerCompat):
 
     def _finish_step(self, step: Step) -> None:
         raise NotImplementedError
+
+    def _finish_in_context(self, step: Step, arrived: dict[int, torch.Tensor]) -> None:
+        """The gradients of this backward are in a context of torch.distributed.autograd."""
+        assert step.context_gradients is not None
+        with step.context_gradients.in_place_of_grad(arrived):
+            self._finish_step(step)
 
     def _forget_arrivals(self) -> None:
         """What has arrived so far belongs to no backward."""

@@ -7,17 +7,18 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NoReturn
 
 import torch
 
 from paceline.ddp.transport import Transport
+from paceline.ddp.weight_digest import can_use_core, digest, digest_of_digests
 from paceline.errors import MismatchError
 
-__all__ = ["DriftCheck", "check_same_model", "describe", "differences", "digest"]
+__all__ = ["DriftCheck", "check_same_model", "describe", "differences"]
 
 _SHOWN = 10
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def describe(
@@ -95,12 +96,15 @@ def differences(
 
 
 class DriftCheck:
-    """Every so many steps: do the replicas still have the same weights? Names the first parameter
-    that differs.
+    """Every so many steps: do the replicas still have the same weights? Names the parameters that
+    differ. `named`: the weights as the model has them at that moment.
     """
 
     def __init__(
-        self, transport: Transport, named: Sequence[tuple[str, torch.Tensor]], every: int
+        self,
+        transport: Transport,
+        named: Callable[[], Sequence[tuple[str, torch.Tensor]]],
+        every: int,
     ) -> None:
         self._transport, self._named, self.every = transport, named, every
         self._steps = 0
@@ -112,43 +116,39 @@ class DriftCheck:
             self.compare()
 
     def compare(self) -> None:
-        digests = digest(tensor for _, tensor in self._named)
-        # A weighted sum, so that equal changes of two parameters in opposite directions are seen.
-        weights = torch.arange(1, len(digests) + 1, dtype=torch.int64)
-        table = self._transport.all_gather_small((digests * weights).sum().reshape(1))
-        if bool((table == table[0]).all()):
-            return
-        digests_by_rank = self._transport.all_gather_small(digests)
-        differing = (digests_by_rank != digests_by_rank[0]).any(dim=0).nonzero().flatten().tolist()
-        names = [self._named[i][0] for i in differing]
-        values = {
-            rank: str(digests_by_rank[rank, differing[0]].item())
-            for rank in range(self._transport.world)
+        named = self._named()
+        tensors = [tensor for _, tensor in named]
+        by_core = can_use_core(tensors)
+        digests = digest(tensors, by_core=by_core)
+        table = self._gather(digests, by_core)
+        if not bool((table[:, 1] == by_core).all()):
+            # Some ranks have the core and others have not: all let torch do it.
+            digests = digest(tensors, by_core=False)
+            table = self._gather(digests, False)
+        if not bool((table[:, 0] == table[0, 0]).all()):
+            self._raise_drift([name for name, _ in named], digests)
+
+    def _gather(self, digests: torch.Tensor, by_core: bool) -> torch.Tensor:
+        row = [digest_of_digests(digests), int(by_core)]
+        return self._transport.all_gather_small(torch.tensor(row, dtype=torch.int64))
+
+    def _raise_drift(self, names: Sequence[str], digests: torch.Tensor) -> NoReturn:
+        own = {
+            name: f"{value & (2**64 - 1):016x}"
+            for name, value in zip(names, digests.tolist(), strict=True)
         }
-        away = [
-            rank
-            for rank in range(1, len(digests_by_rank))
-            if bool((digests_by_rank[rank] != digests_by_rank[0]).any())
-        ]
-        shown = ", ".join(names[:_SHOWN]) + (
-            f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+        texts = self._transport.all_gather_text(json.dumps(own))
+        by_rank: list[dict[str, str]] = [json.loads(text) for text in texts]
+        every_name = dict.fromkeys(name for one in by_rank for name in one)
+        differing = [name for name in every_name if len({one.get(name) for one in by_rank}) > 1]
+        away = [rank for rank, one in enumerate(by_rank) if one != by_rank[0]]
+        shown = ", ".join(differing[:_SHOWN]) + (
+            f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
         )
         raise MismatchError(
             f"the replicas drifted apart: {shown} differ between rank 0 and rank "
             f"{', '.join(map(str, away))} (this is rank {self._transport.rank}, after "
             f"{self._steps} steps). Something changed the weights of one rank only: a step or load "
             "that not every rank takes, or an optimizer with other settings.",
-            values,
+            {rank: one.get(differing[0], "missing") for rank, one in enumerate(by_rank)},
         )
-
-
-def digest(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """One integer per tensor, from its bits."""
-    return torch.stack([_digest_of(tensor.detach()) for tensor in tensors])
-
-
-def _digest_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    flat = tensor.contiguous().view(_INTEGERS[tensor.element_size()])
-    return flat.sum(dtype=torch.int64).cpu()

@@ -21,7 +21,8 @@ class DelayedParameters:
     def __init__(
         self, module: torch.nn.Module, names: DelayedNames, group: dist.ProcessGroup
     ) -> None:
-        self.parameters = [module.get_parameter(name) for name in names.names]
+        self.named = [(name, module.get_parameter(name)) for name in names.names]
+        self.parameters = [parameter for _, parameter in self.named]
         self._group = group
         self._buffer = torch.zeros(
             sum(parameter.numel() for parameter in self.parameters),

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -50,6 +51,7 @@ from paceline.ddp.delayed_parameters import DelayedParameters
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.group_transport import GroupTransport
 from paceline.ddp.mixed_precision import LowPrecision
+from paceline.ddp.model_watch import ModelWatch, PlannedParameter, changes_between
 from paceline.ddp.plan import MIB, ManagedParameter
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
@@ -67,6 +69,8 @@ __all__ = ["DistributedDataParallel", "GradientSnapshot", "first_batch_size"]
 
 _logger = logging.getLogger("paceline")
 _FORWARD, _FORWARDS = int(Phase.FORWARD), int(Field.FORWARDS)
+_CHANGES_SHOWN = 10
+_requires_grad: Callable[[torch.Tensor], bool] = attrgetter("requires_grad")
 _NEEDLESS = (
     "DistributedDataParallel is not needed when a module doesn't have any parameter that requires "
     "a gradient."
@@ -82,7 +86,7 @@ _TAKEN_FOR_SAMPLES = (
     'another weight with `with model.count(n):`, or average ranks equally with average="ranks".'
 )
 # What cannot be pickled, and is made anew from what can.
-_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history")
+_NOT_PICKLED = ("process_group", "reducer", "_drift", "_delayed", "_history", "_watch")
 
 
 class _Active:
@@ -321,9 +325,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     # ------------------------------------------------------------------- rebuild
 
     def _rebuild(self) -> None:
-        """Make the reducer, or another one instead of it: parameters were unfrozen, a hook was
-        registered, the group was replaced, the model was unpickled. Whatever it needs is kept by
-        this module, so that nothing is lost on the way.
+        """Make the reducer, or another one instead of it: the model has other parameters, a hook
+        was registered, the group was replaced, the model was unpickled. Whatever it needs is kept
+        by this module, so that nothing is lost on the way.
         """
         previous: Reducer | SingleRank | None = self.__dict__.get("reducer")
         if previous is not None:
@@ -331,9 +335,6 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             previous.remove_hooks()
         config = self._config
         managed = self._managed_parameters()
-        self._frozen = [
-            parameter for parameter in self._module_parameters if not parameter.requires_grad
-        ]
         self.modules_buffers = list(self._named_buffers().values())
         self._rebuild_delayed()
         transport = self._new_transport(managed)
@@ -368,6 +369,22 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
                 bucket_dtype=None if low is None else low.reduce_dtype,
             )
             self.reducer.use_rule(rule)
+        self._watch_model()
+
+    def _watch_model(self) -> None:
+        """Remember what the plan was made for, to see before a forward whether it still fits."""
+        self._frozen = [
+            parameter for parameter in self._module_parameters if not parameter.requires_grad
+        ]
+        planned = [(entry.name, entry.parameter) for entry in self.reducer.managed]
+        if self._delayed is not None:
+            planned += self._delayed.named
+        reducer = self.reducer
+        self._watch = ModelWatch(
+            self,
+            [PlannedParameter.of(*named) for named in planned],
+            relies_on_hooks=isinstance(reducer, Reducer) and reducer.relies_on_hooks,
+        )
         self._settle_transparency()
 
     def _settle_transparency(self) -> None:
@@ -407,7 +424,13 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         every = self._config.drift_interval(has_comm_hook=self._hook_spec is not None)
         if not every or transport is None:
             return None
-        return DriftCheck(transport, [(entry.name, entry.parameter) for entry in managed], every)
+        names = {entry.name for entry in managed}
+        module = self.module
+
+        def weights() -> list[tuple[str, torch.Tensor]]:
+            return [named for named in module.named_parameters() if named[0] in names]
+
+        return DriftCheck(transport, weights, every)
 
     def _rebuild_delayed(self) -> None:
         if self._delayed is not None:
@@ -416,14 +439,81 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if names is not None:
             self._delayed = DelayedParameters(self.module, names, self.process_group)
 
-    def _follow_unfreezing(self) -> None:
-        """Parameters that were frozen when the buckets were planned need a gradient now: plan anew,
-        on every rank.
+    # ------------------------------------------------------------------- changes of the model
+
+    def _model_may_have_changed(self) -> bool:
+        # Between forward and backward, `mixed_precision` has parameters of another dtype in place.
+        low = self._low_precision
+        if low is not None and low.is_applied:
+            return False
+        if self._watch.has_changed():
+            return True
+        reducer = self.reducer
+        return bool(self._frozen or reducer.frozen) and any(
+            map(_requires_grad, (*self._frozen, *reducer.frozen))
+        )
+
+    def _follow_model(self) -> None:
+        """Something about the model is not as it was: if the plan no longer fits, make another, on
+        every rank.
         """
-        if isinstance(self.reducer, Reducer):
-            named = [(managed.name, managed.parameter) for managed in self._managed_parameters()]
-            check_same_model(self.reducer.transport, describe(named, ()))
+        reducer = self.reducer
+        self._choose_parameters()
+        frozen = [*self._frozen, *reducer.frozen]
+        trainable = self._trainable_parameters()
+        changes = changes_between(self._watch.planned, trainable, self.module.parameters(), frozen)
+        if not changes:
+            reducer.renew_hooks()
+            self._watch_model()
+            return
+        if isinstance(reducer, Reducer):
+            signals = reducer.agree_on_new_plan(changes)
+            self._refuse_absence_from_new_plan(signals, changes)
+        self._make_new_parameters_equal(trainable, changes)
+        if self._low_precision is not None:
+            self._low_precision = LowPrecision(self._config.mixed_precision, self.module)
+        self._prepare_sync_batchnorm()
         self._rebuild()
+        if self.process_group.rank() == 0:
+            _logger.info(
+                "%s: buckets planned anew: %s", type(self.module).__name__, _shorten(changes)
+            )
+
+    def _trainable_parameters(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters whose gradients are averaged, at once or delayed."""
+        delayed = self._config.delayed
+        names = delayed.names if delayed is not None else ()
+        return {
+            name: parameter
+            for name, parameter in self.module.named_parameters()
+            if parameter.requires_grad and (name not in self.parameters_to_ignore or name in names)
+        }
+
+    def _make_new_parameters_equal(
+        self, trainable: Mapping[str, torch.nn.Parameter], changes: Sequence[str]
+    ) -> None:
+        """As when the model was wrapped: every rank has the same parameters, and those that were
+        not in the plan get rank 0's values.
+        """
+        if self.process_group.size() == 1:
+            return
+        description = describe(trainable.items(), ()) | {"changes": "; ".join(changes)}
+        check_same_model(self._group_transport(), description)
+        planned = {id(entry.parameter) for entry in self._watch.planned}
+        new = [parameter for parameter in trainable.values() if id(parameter) not in planned]
+        if self._config.init_sync and new:
+            broadcast(self.process_group, new, 0)
+
+    def _refuse_absence_from_new_plan(
+        self, signals: Sequence[Signal], changes: Sequence[str]
+    ) -> None:
+        absent = [rank for rank, signal in enumerate(signals) if signal.call is Call.ANSWER]
+        if absent:
+            raise ConfigError(
+                f"rank {', '.join(map(str, absent))} ran out of data, but the model was changed "
+                f"({_shorten(changes)}), which needs all ranks. Change it when all ranks have "
+                "data, or when none has."
+            )
 
     @property
     def compares_replicas_every(self) -> int:
@@ -479,10 +569,8 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if reducer.step is not None:
             reducer.settle_dropped()
         if torch.is_grad_enabled():
-            if (self._frozen or reducer.frozen) and any(
-                parameter.requires_grad for parameter in (*self._frozen, *reducer.frozen)
-            ):
-                self._follow_unfreezing()
+            if reducer.step is None and self._model_may_have_changed():
+                self._follow_model()
                 reducer = self.reducer
             # Kept by the reducer: setting an attribute of a torch module costs more than the rest
             # of this line.
@@ -689,7 +777,9 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         broadcast(self.process_group, tensors, source)
 
     def _answer_forward(self, signals: Sequence[Signal]) -> None:
-        """The others begin a forward, this rank has no data."""
+        """The others begin a forward, or plan other buckets, and this rank has no data."""
+        if any(signal.call is Call.REPLAN for signal in signals):
+            self._refuse_absence_from_new_plan(signals, ("see the other ranks",))
         self._refuse_absence_from_batchnorm(signals)
         if any(signal.buffers for signal in signals):
             self._sync_buffers(signals)
@@ -929,6 +1019,11 @@ def _default_group() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None
     return group
+
+
+def _shorten(changes: Sequence[str]) -> str:
+    more = len(changes) - _CHANGES_SHOWN
+    return "; ".join(changes[:_CHANGES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _device_index(device: int | torch.device) -> int:

@@ -27,6 +27,11 @@ class LowPrecision:
                 if not hasattr(buffer, "_ddp_ignored"):
                     buffer.data = buffer.to(dtype=settings.buffer_dtype)
 
+    @property
+    def is_applied(self) -> bool:
+        """The parameters are low-precision copies now."""
+        return self._swapped
+
     def apply(self) -> None:
         """Before forward."""
         if self._swapped or self.param_dtype is None:

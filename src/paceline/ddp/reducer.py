@@ -25,7 +25,7 @@ from typing import NoReturn
 
 import torch
 
-from paceline._torch_internals import current_graph_task
+from paceline._torch_internals import current_graph_task, in_distributed_backward
 from paceline.ddp.backward_observer import BackwardObserver, StepActions
 from paceline.ddp.bucket_layout import BucketLayout
 from paceline.ddp.bucket_telemetry import BucketTelemetry
@@ -35,11 +35,17 @@ from paceline.ddp.config import DDPConfig
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
-from paceline.ddp.signals import Call, Signal, common_call, refuse_half_stated
+from paceline.ddp.signals import (
+    Call,
+    Signal,
+    calls_mismatch,
+    common_call,
+    refuse_half_stated,
+)
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
 from paceline.ddp.weighting import weights_of
-from paceline.errors import MismatchError, PacelineError, StepError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field
 from paceline.telemetry.status_page import Phase as TrainingPhase
@@ -48,7 +54,7 @@ __all__ = ["Reducer"]
 
 _OTHER = int(TrainingPhase.OTHER)
 _SYNCS = int(Field.SYNCS)
-_NON_FINITE_SHOWN = 10
+_NAMES_SHOWN = 10
 
 
 class Reducer(BackwardObserver):
@@ -116,13 +122,21 @@ class Reducer(BackwardObserver):
         """
         if not self._layout.has_next_plan or self.step is not None:
             return False
-        self.hooks.remove()
+        self.renew_hooks()
         self._layout.follow_next_plan()
         if self.transport.reduces_at_end:
             self.hooks.hook_few_parameters()
-        self._lacks_hooks = True
         self._name_buckets()
         return True
+
+    @property
+    def relies_on_hooks(self) -> bool:
+        """Gradients show by hooks that they have arrived, not only by themselves."""
+        return not self.transport.reduces_at_end
+
+    def renew_hooks(self) -> None:
+        self.hooks.remove()
+        self._lacks_hooks = True
 
     def remove_hooks(self) -> None:
         super().remove_hooks()
@@ -158,13 +172,15 @@ class Reducer(BackwardObserver):
             self._lacks_hooks = False
             self.hooks.install(self._layout.buckets, self._layout.sent_early)
 
-    def exchange_signals(self, signal: Signal) -> list[Signal]:
-        """Exchange signals outside backward. Raises if a peer has failed."""
+    def exchange_signals(self, signal: Signal, detail: str = "") -> list[Signal]:
+        """Exchange signals outside backward. Raises if a peer has failed, or does something else;
+        it then gets to read `detail`.
+        """
         self._telemetry.enter_forward_wait(self.history.steps)
         try:
             self.transport.post(signal)
             signals = self.transport.signals()
-            self._check(signals)
+            self._check(signals, detail)
             self.transport.complete()
         except BaseException:
             self.history.step_failed()
@@ -172,6 +188,13 @@ class Reducer(BackwardObserver):
         finally:
             recorder.leave()
         return signals
+
+    def agree_on_new_plan(self, changes: Sequence[str]) -> list[Signal]:
+        """Other buckets are about to replace these on all ranks. Raises on every rank if one of
+        them does something else.
+        """
+        self.follow_plan()  # as peers did before their forward, if that is what they are doing
+        return self.exchange_signals(Signal(Call.REPLAN), "; ".join(changes))
 
     def _forget_arrivals(self) -> None:
         self.hooks.forget_arrivals(self._layout.buckets)
@@ -355,7 +378,7 @@ class Reducer(BackwardObserver):
             for index, parameter in zip(bucket.members, bucket.parameters, strict=True)
             if not _is_finite(parameter.grad)
         ]
-        return f"non-finite gradient of {', '.join(names[:_NON_FINITE_SHOWN])}\n"
+        return f"non-finite gradient of {', '.join(names[:_NAMES_SHOWN])}\n"
 
     # ------------------------------------------------------------------- end of backward
 
@@ -363,6 +386,12 @@ class Reducer(BackwardObserver):
         if not self._anything_arrived(step):
             # torch.autograd.grad, or parameters that stand in for ours: nothing of ours was
             # touched.
+            if step.context_gradients is None and in_distributed_backward():
+                raise ConfigError(
+                    f"forward of {self.label} ran outside of the context in which its backward "
+                    "runs, so its gradients cannot be found and averaged. Call it inside `with "
+                    "torch.distributed.autograd.context() as context_id:`, too."
+                )
             return
         if step.phase is Phase.ACCUMULATING:
             step.count_samples(self.window)
@@ -374,6 +403,27 @@ class Reducer(BackwardObserver):
         with torch.no_grad():
             self._synchronise(step)
         self.history.note_sync(time.perf_counter() - start)
+
+    def _finish_in_context(self, step: Step, arrived: dict[int, torch.Tensor]) -> None:
+        self.hooks.arrived[:] = list(arrived)
+        for bucket in self._layout.buckets:
+            bucket.fired[:] = [i for i, index in enumerate(bucket.members) if index in arrived]
+        super()._finish_in_context(step, arrived)
+        counts = self.history.used_counts
+        if step.synchronised and counts is not None:
+            self._refuse_partial_use(counts)
+
+    def _refuse_partial_use(self, counts: torch.Tensor) -> None:
+        """A context takes gradients from autograd only: where a parameter has none, the average
+        cannot be put. All ranks have the same counts, so all raise.
+        """
+        partly = ((counts > 0) & (counts < self.transport.world)).nonzero().flatten().tolist()
+        if partly:
+            names = ", ".join(self.managed[index].name for index in partly[:_NAMES_SHOWN])
+            raise MismatchError(
+                f"{names}: used on some ranks only. Where gradients are in a context of "
+                "torch.distributed.autograd, every rank has to use the same parameters."
+            )
 
     def _anything_arrived(self, step: Step) -> bool:
         if self.hooks.hooks_every_parameter or step.cursor:
@@ -512,12 +562,12 @@ class Reducer(BackwardObserver):
         finally:
             recorder.leave()
         self._check(signals)
-        call = common_call(signals, self.label)
+        call = common_call(signals)
         if call is Call.BACKWARD:
             self._participate_in_backward(signals)
         else:
             self.transport.complete()
-            if call is Call.FORWARD:
+            if call is not Call.ANSWER:
                 on_forward(signals)
         return signals
 
@@ -545,15 +595,19 @@ class Reducer(BackwardObserver):
 
     # ------------------------------------------------------------------- failures
 
-    def _check(self, signals: Sequence[Signal]) -> None:
-        """Everybody sees the same signals, so everybody raises or nobody does."""
+    def _check(self, signals: Sequence[Signal], detail: str = "") -> None:
+        """Everybody sees the same signals, so everybody raises or nobody does. If they do different
+        things, `detail` is what the peers get to read about this rank's.
+        """
         first = signals[0]
         if not first.failed and signals.count(first) == len(signals):
             return
         if any(signal.failed for signal in signals):
             self._raise_failure(signals)
+        if common_call(signals) is None:
+            step = self.step or Step(Phase.EXCHANGING)
+            raise calls_mismatch(signals, self.label, self._end_together(step, signals, detail))
         try:
-            common_call(signals, self.label)
             refuse_half_stated(signals, self.label)
         except MismatchError:
             self.abandon_step()
@@ -561,11 +615,14 @@ class Reducer(BackwardObserver):
         self._notice_unequal_counts(signals)
 
     def _raise_failure(self, signals: Sequence[Signal]) -> NoReturn:
-        texts = self._share_failure(self.step or Step(Phase.EXCHANGING), signals)
+        step = self.step or Step(Phase.EXCHANGING)
+        texts = self._end_together(step, signals, step.failure_text or "")
         raise step_error(self.transport.rank, signals, texts)
 
-    def _share_failure(self, step: Step, signals: Sequence[Signal]) -> list[str]:
-        """End the step on all ranks and exchange what went wrong: every rank's text."""
+    def _end_together(self, step: Step, signals: Sequence[Signal], text: str) -> list[str]:
+        """End a step that cannot count on all ranks, and exchange what went wrong: every rank's
+        text.
+        """
         transport = self.transport
         if transport.state is not TransportState.IDLE:
             if not transport.needs_signals_first and any(
@@ -577,7 +634,7 @@ class Reducer(BackwardObserver):
                 with torch.no_grad():
                     self._send_nothing(step)
             transport.complete()
-        texts = transport.all_gather_text(step.failure_text or "")
+        texts = transport.all_gather_text(text)
         self.history.note_error("\n".join(filter(None, texts)))
         self.history.failure_agreed()
         self.abandon_step()
@@ -603,7 +660,7 @@ class Reducer(BackwardObserver):
             step.fail(text)
             self.transport.post(Signal(Call.ANSWER, failed=True))
             signals = self.transport.signals()
-        self._share_failure(step, signals)
+        self._end_together(step, signals, text)
 
     def _complete_with_nothing(self, step: Step) -> list[Signal]:
         with torch.no_grad():

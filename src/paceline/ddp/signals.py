@@ -17,9 +17,19 @@ from typing import NamedTuple
 from paceline.ddp.weighting import NOTHING, Basis, Contribution
 from paceline.errors import MismatchError
 
-__all__ = ["SIGNAL_WIDTH", "Call", "Signal", "common_call", "refuse_half_stated"]
+__all__ = [
+    "SIGNAL_WIDTH",
+    "Call",
+    "Signal",
+    "calls_mismatch",
+    "common_call",
+    "refuse_half_stated",
+]
 
 SIGNAL_WIDTH = 8  # numbers a packed signal has
+
+
+_CALL_NAMES = ("no more data", "forward", "backward", "the end of backward", "a new plan")
 
 
 class Call(enum.IntEnum):
@@ -29,9 +39,10 @@ class Call(enum.IntEnum):
     FORWARD = 1
     BACKWARD = 2
     CLOSE = 3  # all gradients are under way
+    REPLAN = 4  # other buckets, because the model has other parameters than before
 
     def __str__(self) -> str:
-        return {0: "no more data", 1: "forward", 2: "backward", 3: "the end of backward"}[int(self)]
+        return _CALL_NAMES[int(self)]
 
 
 class Signal(NamedTuple):
@@ -46,8 +57,14 @@ class Signal(NamedTuple):
 
     def pack(self) -> list[float]:
         """The signal as SIGNAL_WIDTH numbers."""
-        call, (reference, total, micro_batches, basis, leading), failed, *flags = self
-        bits = sum(1 << place for place, flag in enumerate(flags) if flag)
+        (
+            call,
+            (reference, total, micro_batches, basis, leading),
+            failed,
+            unused,
+            buffers,
+            follows,
+        ) = self
         return [
             float(call),
             reference,
@@ -56,7 +73,7 @@ class Signal(NamedTuple):
             float(basis),
             leading,
             float(failed),
-            float(bits),
+            unused + 2.0 * buffers + 4.0 * follows,
         ]
 
     @classmethod
@@ -67,21 +84,35 @@ class Signal(NamedTuple):
         return cls(Call(int(row[0])), contribution, row[6] != 0, *flags)
 
 
-def common_call(signals: Sequence[Signal], name: str) -> Call:
-    """What the ranks with data are doing; ANSWER if none has any. Raises if they do different
+def common_call(signals: Sequence[Signal]) -> Call | None:
+    """What the ranks with data are doing, ANSWER if none has any; None if they do different
     things.
     """
     calls = {signal.call for signal in signals if signal.call is not Call.ANSWER}
     if len(calls) > 1:
-        values = {rank: str(signal.call) for rank, signal in enumerate(signals)}
-        positions = ", ".join(f"rank {rank} is at {call}" for rank, call in values.items())
-        raise MismatchError(
-            f"the ranks of {name} are at different points of their step: {positions}. Every rank "
-            "must call forward and backward equally often; a rank that runs out of data calls "
-            "no_more_data().",
-            values,
-        )
+        return None
     return calls.pop() if calls else Call.ANSWER
+
+
+def calls_mismatch(signals: Sequence[Signal], name: str, details: Sequence[str]) -> MismatchError:
+    """What every rank of the model `name` raises if they do different things. `details`: what each
+    has to say about it, if anything.
+    """
+    values = {
+        rank: f"{signal.call} ({detail})" if detail else str(signal.call)
+        for rank, (signal, detail) in enumerate(zip(signals, details, strict=True))
+    }
+    positions = ", ".join(f"rank {rank} is at {call}" for rank, call in values.items())
+    if any(signal.call is Call.REPLAN for signal in signals):
+        cure = "Every rank must change the model's parameters alike, before the same forward."
+    else:
+        cure = (
+            "Every rank must call forward and backward equally often; a rank that runs out of "
+            "data calls no_more_data()."
+        )
+    return MismatchError(
+        f"the ranks of {name} are at different points of their step: {positions}. {cure}", values
+    )
 
 
 def refuse_half_stated(signals: Sequence[Signal], name: str) -> None:

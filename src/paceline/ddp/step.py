@@ -15,6 +15,7 @@ from __future__ import annotations
 import enum
 import itertools
 
+from paceline.ddp.context_gradients import ContextGradients
 from paceline.ddp.weighting import (
     NO_SAMPLES,
     Contribution,
@@ -40,11 +41,12 @@ class Phase(enum.Enum):
 class ForwardPass:
     """One call of forward: what it weighs and whether its backward synchronises."""
 
-    __slots__ = ("__weakref__", "count", "spent", "sync", "task")
+    __slots__ = ("__weakref__", "context", "count", "spent", "sync", "task")
 
-    def __init__(self, count: SampleCount, sync: bool) -> None:
+    def __init__(self, count: SampleCount, sync: bool, context: int | None = None) -> None:
         self.count = count
         self.sync = sync
+        self.context = context  # of torch.distributed.autograd
         self.task = -1  # the graph task in which backward last reached it
         self.spent = False  # a backward covers it
 
@@ -62,6 +64,7 @@ class Step:
 
     __slots__ = (
         "_counted",
+        "context_gradients",
         "count",
         "cursor",
         "defers_to_end",
@@ -99,6 +102,8 @@ class Step:
         self.used_count = 0  # parameters that got a gradient, in the buckets sent so far
         self.weight = 0.0  # of this rank's gradients in the sum
         self.failure_text: str | None = None
+        # Where gradients may be instead of `.grad`, if forward ran in such a context.
+        self.context_gradients: ContextGradients | None = None
         self._counted = False
 
     def cover(self, forward: ForwardPass) -> None:

@@ -28,7 +28,7 @@ from paceline.ddp.reducer import Reducer
 from paceline.ddp.single_rank import SingleRank
 from paceline.errors import ConfigError
 
-__all__ = ["TorchCompat"]
+__all__ = ["LoggerCompat", "LoggingData", "TorchCompat"]
 
 
 class TorchCompat:

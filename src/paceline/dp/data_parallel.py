@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -15,9 +14,12 @@ from torch import nn
 
 from paceline._pytree import without_marks
 from paceline._state_dict import align_names
+from paceline._torch_internals import compiler_of_frames, not_compiled
 from paceline.core import native_status
 from paceline.dp.autotune import Autotune
+from paceline.dp.gather import ScalarGather
 from paceline.dp.process_executor import ProcessExecutor
+from paceline.dp.replica_scope import is_inside_replica
 from paceline.dp.scatter import Splitter
 from paceline.dp.thread_executor import ThreadExecutor
 from paceline.errors import ConfigError
@@ -27,6 +29,11 @@ __all__ = ["DataParallel"]
 _SCALARS = ("mean", "sum", "stack")
 _BATCH_NORMS = ("replica", "global")
 _EXECUTORS = (None, "processes", "threads")
+_NAMES_OF_COMPILED = ("_orig_mod", "dynamo_ctx", "get_compiler_config")
+_NOT_COMPILED = (
+    "it hands parts of the batch to other processes or devices, which run the module as it is. "
+    "Compile the module instead: DataParallel(torch.compile(module))"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +59,7 @@ class DataParallel(nn.Module):
 
     `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
     `(object, [(start, stop), ...]) -> parts`. `scalars` is how losses that `forward` returns are
-    combined: "mean" (by samples, so that it is the mean over the batch), "sum" or "stack".
+    combined: "mean" (weighted by samples where their number is known), "sum" or "stack".
     `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
     of each replica's share. `timeout` in seconds is how long to wait for a worker that runs but
     does not answer.
@@ -81,9 +88,11 @@ class DataParallel(nn.Module):
         self.output_device: int | torch.device | None = None
         self._output_device = output_device
         self._is_closed = False
+        self._compiler_is_reported = False
         self._options = _Options(
             device_ids, workers, threads, executor, dict(split or {}), scalars, batch_norm, timeout
         )
+        self._scalars = ScalarGather(scalars)
         self._executor: ProcessExecutor | ThreadExecutor | None = self._make_executor()
         self._autotune = (
             Autotune()
@@ -92,18 +101,44 @@ class DataParallel(nn.Module):
         )
 
     # --- running ---------------------------------------------------------------------------------
+    @not_compiled(_NOT_COMPILED, including_calls=False)
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's forward, on all replicas."""
+        if compiler_of_frames() is not None:
+            self._report_compiler()
+        return self._run(inputs, kwargs)
+
+    @not_compiled(_NOT_COMPILED)
+    def _run(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_closed:
             raise ConfigError(
                 "this DataParallel was closed; use the module itself, `model.module`, or wrap "
                 "it again"
             )
-        if self._executor is None:
+        if self._executor is None or is_inside_replica():
             return self._run_whole(inputs, kwargs)
         if self._autotune is not None:
-            return self._run_and_time(self._executor, self._autotune, inputs, kwargs)
-        return self._executor.run(inputs, kwargs)
+            outputs = self._run_and_time(self._executor, self._autotune, inputs, kwargs)
+        else:
+            outputs = self._executor.run(inputs, kwargs)
+        if (note := self._scalars.take_note()) is not None:
+            warnings.warn(note, stacklevel=5)
+        return outputs
+
+    @not_compiled(_NOT_COMPILED)
+    def _report_compiler(self) -> None:
+        """Whoever compiles around us expects the module to be compiled."""
+        parts = self.module.modules()
+        if self._compiler_is_reported or any(map(_is_compiled, parts)):
+            return
+        self._compiler_is_reported = True
+        warnings.warn(
+            f"torch.compile compiles nothing inside DataParallel: {_NOT_COMPILED}", stacklevel=4
+        )
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module's forward; each replica does so for itself."""
+        self.module.compile(*args, **kwargs)
 
     def _run_whole(self, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         args, named = without_marks((inputs, kwargs))
@@ -146,7 +181,7 @@ class DataParallel(nn.Module):
                     "paceline.DistributedDataParallel with torch.nn.SyncBatchNorm"
                 )
             return ThreadExecutor(
-                self.module, devices, output, self.dim, options.scalars, options.split
+                self.module, devices, output, self.dim, self._scalars, options.split
             )
         cores = len(os.sched_getaffinity(0))
         requested = None if options.workers == "auto" else options.workers
@@ -162,7 +197,7 @@ class DataParallel(nn.Module):
             count,
             options.threads,
             self.dim,
-            options.scalars,
+            self._scalars,
             options.split,
             options.timeout,
             global_batch_norm=options.batch_norm == "global",
@@ -262,18 +297,15 @@ class DataParallel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "module":
+            # torch.compile asks every callable whether it is one of its own.
+            if name == "module" or name in _NAMES_OF_COMPILED or name.startswith("_torchdynamo"):
                 raise
             return getattr(self.module, name)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Accepts the module's own names, and those with the prefix `module.` of `state_dict`."""
-        tensors = itertools.chain(
-            self.named_parameters(remove_duplicate=False),
-            self.named_buffers(remove_duplicate=False),
-        )
-        aligned = align_names(state_dict, [name for name, _ in tensors])
-        return super().load_state_dict(aligned, *args, **kwargs)
+        own = [f"module.{name}" for name in self.module.state_dict()]
+        return super().load_state_dict(align_names(state_dict, own), *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -283,6 +315,10 @@ class DataParallel(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._executor = self._make_executor()
+
+
+def _is_compiled(part: nn.Module) -> bool:
+    return part._compiled_call_impl is not None or "_orig_mod" in part._modules
 
 
 def _device(device: int | torch.device) -> torch.device:

@@ -15,7 +15,9 @@ sends the output gradients first (`GatherOutputs`), lets autograd run share 0, a
 workers when their gradients are needed (`ReplicaParameters`, `ScatterInput`).
 
 Answers lie in the channels' memory until the next order. A call whose gradients are not used yet
-when another call wants the channels copies them (`leave_channels`).
+when another call wants the channels copies them (`leave_channels`). Threads of the main process
+take turns: a forward holds the lock of the replica set from beginning to end, a backward while it
+sends, and again while it reads the answers.
 """
 
 from __future__ import annotations
@@ -35,10 +37,11 @@ from paceline.dp import serialization
 from paceline.dp.autograd_functions import GatherOutputs, Gradients, ScatterInput
 from paceline.dp.call_template import CallTemplate
 from paceline.dp.channel import Message, MessageLayout
-from paceline.dp.gather import GatherPlan, ReplicaOutputs, plan_outputs
+from paceline.dp.gather import GatherPlan, ReplicaOutputs, ScalarGather, plan_outputs
 from paceline.dp.global_batch_norm import GlobalBatchNorm, ReplicaFailed
 from paceline.dp.gradients import WorkerGradients, sum_gradients
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, meta_of, source_of
+from paceline.dp.replica_scope import ReplicaScope
 from paceline.dp.replica_set import ParameterProxies, PendingUpdates, ReplicaSet
 from paceline.dp.scatter import SplitInputs
 from paceline.dp.worker_pool import WorkerHandle
@@ -48,6 +51,7 @@ __all__ = ["CallState", "ForwardCall"]
 
 _FORWARD, _BACKWARD = Order.FORWARD.value, Order.BACKWARD.value
 _DONE, _STALE = Answer.DONE.value, Answer.STALE.value
+_INSIDE_REPLICA = ReplicaScope()
 _NO_CONTEXT: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 _numbers = itertools.count(1)
 
@@ -68,7 +72,11 @@ class ForwardCall(NotifiesOnDrop):
     """One forward on several replicas, and its backward. See the module's docstring."""
 
     def __init__(
-        self, replica_set: ReplicaSet, template: CallTemplate, split: SplitInputs, scalars: str
+        self,
+        replica_set: ReplicaSet,
+        template: CallTemplate,
+        split: SplitInputs,
+        scalars: ScalarGather,
     ) -> None:
         self._replica_set = replica_set
         self._template = template
@@ -118,9 +126,14 @@ class ForwardCall(NotifiesOnDrop):
             ]
         # Workers get their shares before share 0 runs here, and their answers are read after it:
         # all replicas compute at the same time.
-        self._send_shares(modes)
-        self._state = CallState.FORWARD
-        outputs = self._run_own_share(with_gradients)
+        try:
+            self._send_shares(modes)
+            self._state = CallState.FORWARD
+            with replica_set.thread_limit, self._batch_norm():
+                outputs = self._run_module(with_gradients)
+        except BaseException as error:
+            self._abandon(error)
+            raise
         spec, leaves = flatten(outputs, opens=is_taken_apart_by_attributes)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._plan_outputs(spec, leaves, tensors, self._receive_all())
@@ -185,28 +198,24 @@ class ForwardCall(NotifiesOnDrop):
             metas = tuple(meta._replace(requires_grad=False) for meta in metas)
         return worker.layout((self._split.spec, self._template.are_tensors), metas)
 
-    def _run_own_share(self, with_gradients: bool) -> Any:
-        """The module on share 0. If it fails, the workers' answers are taken out of the way."""
+    def _abandon(self, error: BaseException) -> None:
+        """A step failed on this side; some workers may have an order all the same.
+
+        Every order must be answered before the next one is sent: the answers are read and dropped,
+        so that the same workers can serve the next forward.
+        """
+        self._state = CallState.FAILED
         replica_set = self._replica_set
-        try:
-            with replica_set.thread_limit, self._batch_norm():
-                return self._run_module(with_gradients)
-        except Exception:
-            self._state = CallState.FAILED
-            if replica_set.exchange is not None:
-                replica_set.pool.end()  # they may wait for a sum that will never be
-                raise
-            # Every order must be answered before the next one is sent: the answers are read and
-            # dropped, so that the same workers can serve the next forward.
-            for worker in self._workers:
-                replica_set.receive(worker)
-            self._release_graphs()
-            raise
-        except BaseException:
-            # Ctrl-C or an exit: waiting for answers would delay it by the rest of the step.
-            self._state = CallState.FAILED
+        # Ctrl-C or an exit: waiting for answers would delay it by the rest of the step. With an
+        # exchange the workers may wait for a sum that will never be.
+        if not isinstance(error, Exception) or replica_set.exchange is not None:
             replica_set.pool.end()
-            raise
+        if not replica_set.pool.is_alive:
+            return
+        for worker in self._workers:
+            if worker.is_busy:
+                replica_set.receive(worker)
+        self._release_graphs()
 
     def _run_module(self, with_gradients: bool) -> Any:
         split, replica_set = self._split, self._replica_set
@@ -221,10 +230,11 @@ class ForwardCall(NotifiesOnDrop):
         )
         if with_gradients:
             self._proxies = proxies = replica_set.proxies()
-            with proxies.in_module:
+            with proxies.in_module, _INSIDE_REPLICA:
                 outputs = replica_set.module(*args, **kwargs)
         else:
-            outputs = replica_set.module(*args, **kwargs)
+            with _INSIDE_REPLICA:
+                outputs = replica_set.module(*args, **kwargs)
         replica_set.snapshot.accept_forward_changes()
         return outputs
 
@@ -282,9 +292,8 @@ class ForwardCall(NotifiesOnDrop):
         answers: Sequence[Message],
     ) -> None:
         metas = tuple(map(meta_of, tensors))
-        sizes = self._split.sizes
         known = self._replica_set.gather_plans
-        key = (spec, metas, *sizes, *(answer.layout for answer in answers))
+        key = (spec, metas, *self._split.loss_counts, *(answer.layout for answer in answers))
         plans = known.get(key)
         if plans is None or len(tensors) < len(leaves):
             are_tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
@@ -297,7 +306,7 @@ class ForwardCall(NotifiesOnDrop):
                     for spec, are_tensors in (answer.layout.spec,)
                 ),
             ]
-            plans = known.add(key, plan_outputs(replicas, sizes, self._split.dim, self._scalars))
+            plans = known.add(key, plan_outputs(replicas, self._split, self._scalars))
         self._plans = plans
         self._worker_outputs = [
             worker.tensors(answer.layout)
@@ -321,6 +330,14 @@ class ForwardCall(NotifiesOnDrop):
 
     def start_backward(self, gradients: Gradients) -> list[torch.Tensor | None]:
         """Send the workers their part of the output gradients; the part of share 0."""
+        with self._replica_set.lock:
+            self._send_backward(gradients)
+        return [
+            None if gradient is None else plan.gradient_share(gradient, 0)
+            for plan, gradient in zip(self._plans, gradients, strict=True)
+        ]
+
+    def _send_backward(self, gradients: Gradients) -> None:
         if not self._workers_keep_graphs:
             raise RuntimeError(
                 "Trying to backward through the graph a second time: the replicas' graphs were "
@@ -338,7 +355,11 @@ class ForwardCall(NotifiesOnDrop):
         # the channels; and the accumulator must know this call before autograd, which goes on with
         # share 0 when this returns, reaches the parameters.
         replica_set.vacate_channels()
-        self._send_gradients(gradients, retains_graph)
+        try:
+            self._send_gradients(gradients, retains_graph)
+        except BaseException as error:
+            self._abandon(error)
+            raise
         self._retains_graph = retains_graph
         self._state = CallState.BACKWARD
         self._worker_gradients = []
@@ -346,10 +367,6 @@ class ForwardCall(NotifiesOnDrop):
         assert self._proxies is not None
         self._proxies.accumulator.expect(self)
         self._limit_threads_until_end()
-        return [
-            None if gradient is None else plan.gradient_share(gradient, 0)
-            for plan, gradient in zip(self._plans, gradients, strict=True)
-        ]
 
     def _send_gradients(self, gradients: Gradients, retains_graph: bool) -> None:
         present = tuple(gradient is not None for gradient in gradients)
@@ -380,8 +397,9 @@ class ForwardCall(NotifiesOnDrop):
         limit.__enter__()
 
         def end() -> None:
-            limit.__exit__(None, None, None)
-            self._finish()
+            with self._replica_set.lock:
+                limit.__exit__(None, None, None)
+                self._finish()
 
         queue_end_of_backward(end)
 
@@ -405,6 +423,10 @@ class ForwardCall(NotifiesOnDrop):
 
     def input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         """The gradient of the whole input leaf `index`."""
+        with self._replica_set.lock:
+            return self._input_gradient(index, own)
+
+    def _input_gradient(self, index: int, own: torch.Tensor | None) -> torch.Tensor | None:
         position = self._wanted_inputs.index(index)
         parts = [own, *(worker.inputs[position] for worker in self.worker_gradients())]
         if all(part is None for part in parts):

@@ -16,12 +16,14 @@ from torch.nn.utils.rnn import PackedSequence
 
 from paceline._pytree import Spec, classes_in, first_difference, leaf_paths, leaves_in_objects
 from paceline.dp.protocol import TensorMeta
+from paceline.dp.scatter import SplitInputs
 from paceline.errors import ConfigError, MismatchError
 
 __all__ = [
     "GatherKind",
     "GatherPlan",
     "ReplicaOutputs",
+    "ScalarGather",
     "check_same_structure",
     "plan_gather",
     "plan_outputs",
@@ -103,8 +105,45 @@ class ReplicaOutputs:
     objects: Sequence[Any]
 
 
+class ScalarGather:
+    """How scalars become one, in all calls: "mean", "sum" or "stack".
+
+    Keeps what is to be said about the first mean of losses whose weights are not known.
+    """
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+        self._is_noted = False
+        self._note: str | None = None
+
+    def note_means(self, plans: Sequence[GatherPlan], split: SplitInputs) -> None:
+        """Look for means that another count of the samples would change."""
+        if self._is_noted or self.how != "mean":
+            return
+        means = [plan.path for plan in plans if plan.kind is GatherKind.MEAN]
+        if means and split.unknown_counts and len({*split.sizes}) > 1:
+            self._is_noted = True
+            self._note = (
+                f"DataParallel averaged {means[0]} equally over its replicas, as "
+                f"torch.nn.DataParallel and mean() do. They got {_listed(split.sizes)} rows of the "
+                f"batch, but how many samples that are is not known: {split.unknown_counts}. For "
+                "the mean over the batch return the sum of the losses and their number from "
+                "forward, pass scalars='sum', and divide one by the other"
+            )
+
+    def take_note(self) -> str | None:
+        """What is to be said, once."""
+        note, self._note = self._note, None
+        return note
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    *others, last = map(str, sizes)
+    return f"{', '.join(others)} and {last}"
+
+
 def plan_outputs(
-    replicas: Sequence[ReplicaOutputs], sizes: Sequence[int], dim: int, scalars: str
+    replicas: Sequence[ReplicaOutputs], split: SplitInputs, scalars: ScalarGather
 ) -> list[GatherPlan]:
     """Plan every tensor that the replicas returned. Raises if they returned different things."""
     check_same_structure(replicas)
@@ -117,15 +156,17 @@ def plan_outputs(
     )
     tensors = [(path, in_object) for path, in_object, is_tensor in leaves if is_tensor]
     metas = zip(*(replica.metas for replica in replicas), strict=True)
-    return [
-        plan_gather(output, sizes, dim, scalars, path, in_object)
+    plans = [
+        plan_gather(output, split.loss_counts, split.dim, scalars.how, path, in_object)
         for (path, in_object), output in zip(tensors, metas, strict=True)
     ]
+    scalars.note_means(plans, split)
+    return plans
 
 
 def plan_gather(
     metas: Sequence[TensorMeta],
-    sizes: Sequence[int],
+    counts: Sequence[int],
     dim: int,
     scalars: str,
     path: str = "outputs",
@@ -143,7 +184,7 @@ def plan_gather(
             )
     requires_grad = any(meta.requires_grad for meta in metas)
     if not first.shape:
-        return _plan_scalars(path, first.dtype, sizes, scalars, requires_grad, in_object)
+        return _plan_scalars(path, first.dtype, counts, scalars, requires_grad, in_object)
     axis = dim if len(first.shape) > dim else 0
     _check_shapes(path, metas, axis)
     starts = [0]
@@ -159,7 +200,7 @@ def plan_gather(
 def _plan_scalars(
     path: str,
     dtype: torch.dtype,
-    sizes: Sequence[int],
+    counts: Sequence[int],
     scalars: str,
     requires_grad: bool,
     in_object: bool,
@@ -168,9 +209,9 @@ def _plan_scalars(
     if in_object and not is_number:
         return GatherPlan(path, GatherKind.SAME, (), dtype, requires_grad)
     if scalars == "stack" or not is_number:
-        return GatherPlan(path, GatherKind.STACK, (len(sizes),), dtype, requires_grad)
-    total = sum(sizes) if scalars == "mean" else None
-    weights = tuple(1.0 if total is None else size / total for size in sizes)
+        return GatherPlan(path, GatherKind.STACK, (len(counts),), dtype, requires_grad)
+    total = sum(counts) if scalars == "mean" else None
+    weights = tuple(1.0 if total is None else size / total for size in counts)
     return GatherPlan(path, GatherKind.MEAN, (), dtype, requires_grad, weights=weights)
 
 

@@ -18,6 +18,7 @@ import dataclasses
 import functools
 import mmap
 import operator
+import threading
 import weakref
 from array import array
 from collections.abc import Callable, Sequence
@@ -267,8 +268,9 @@ class GradientAccumulator:
     Autograd's node refers to this and must not lead back to itself: calls are referred to weakly.
     """
 
-    def __init__(self, views: Sequence[GradientViews]) -> None:
+    def __init__(self, views: Sequence[GradientViews], lock: threading.RLock) -> None:
         self._views = views
+        self._lock = lock
         # Addresses in the regions of one worker, of two, ...: as many as a batch was split among.
         self._addresses = [
             functools.reduce(operator.add, [each.addresses for each in views[:count]])
@@ -291,6 +293,12 @@ class GradientAccumulator:
 
     def sums(self, own: Gradients) -> Gradients:
         """Our own gradients with the workers' added, in place where nothing else refers to ours."""
+        # Checked before the workers' answers are waited for: while they are busy it costs nothing.
+        owned = exclusively_owned(own)
+        with self._lock:
+            return self._sums(own, owned)
+
+    def _sums(self, own: Gradients, owned: Sequence[bool]) -> Gradients:
         refs = self._calls.pop(current_graph_task(), ())
         calls = [call for ref in refs if (call := ref()) is not None]
         if not calls:
@@ -299,8 +307,6 @@ class GradientAccumulator:
                 "gradients of the other replicas are missing. Return from forward what you want to "
                 "differentiate"
             )
-        # Checked before the workers' answers are waited for: while they are busy it costs nothing.
-        owned = exclusively_owned(own)
         addresses = self._views[0].addresses_of(own) if all(owned) else None
         others = [each for call in calls for each in call.worker_gradients()]
         sums = own

@@ -11,6 +11,7 @@ Backward does steps 3 to 5 with gradients (gradients).
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,7 @@ from paceline._pytree import Whole, unflatten
 from paceline.dp import serialization
 from paceline.dp.call_template import call_key
 from paceline.dp.forward_call import ForwardCall
+from paceline.dp.gather import ScalarGather
 from paceline.dp.global_batch_norm import StatisticsExchange
 from paceline.dp.replica_set import ReplicaSet
 from paceline.dp.scatter import Splitter, split_inputs
@@ -41,7 +43,7 @@ class ProcessExecutor:
         workers: int,
         threads: int,
         dim: int,
-        scalars: str,
+        scalars: ScalarGather,
         splitters: Mapping[type, Splitter],
         timeout_s: float,
         global_batch_norm: bool = False,
@@ -56,12 +58,17 @@ class ProcessExecutor:
         self._timeout_s = timeout_s
         self._global_batch_norm = global_batch_norm
         self._has_tensor_splitter = any(issubclass(torch.Tensor, kind) for kind in splitters)
+        self._lock = threading.RLock()
         self._replica_set: ReplicaSet | None = None
         self._thread_cap = IntraOpThreadCap(threads)
         keep_freed_memory(workers)  # before workers are forked: they inherit it
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Forward on the whole batch."""
+        """Forward on the whole batch. Threads that call at the same time take turns."""
+        with self._lock:
+            return self._run(args, kwargs)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         key = None if self._has_tensor_splitter else call_key(args, kwargs)
         known = self._replica_set
         if known is not None and not known.pool.is_alive:
@@ -98,15 +105,17 @@ class ProcessExecutor:
 
         Graphs that still wait for their backward keep the old ones.
         """
-        self._replica_set = None
-        self._thread_cap.end()
+        with self._lock:
+            self._replica_set = None
+            self._thread_cap.end()
 
     def end(self) -> None:
-        """End the workers now."""
-        replica_set, self._replica_set = self._replica_set, None
-        if replica_set is not None:
-            replica_set.pool.end()
-        self._thread_cap.end()
+        """End the workers, once no thread uses them."""
+        with self._lock:
+            replica_set, self._replica_set = self._replica_set, None
+            if replica_set is not None:
+                replica_set.pool.end()
+            self._thread_cap.end()
 
     @property
     def pids(self) -> list[int]:
@@ -140,6 +149,7 @@ class ProcessExecutor:
                 self.workers,
                 self.threads,
                 self._timeout_s,
+                self._lock,
                 exchange,
                 parameters,
                 forward_mutates,

@@ -8,6 +8,7 @@ changes are noticed before each forward and sent along with the next order (`Pen
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -74,11 +75,16 @@ class ParameterProxies:
     replicas, to the parameters.
     """
 
-    def __init__(self, parameters: SharedParameters, regions: Sequence[GradientRegion]) -> None:
+    def __init__(
+        self,
+        parameters: SharedParameters,
+        regions: Sequence[GradientRegion],
+        lock: threading.RLock,
+    ) -> None:
         self.slots = parameters.trainable
         # Of each worker.
         self.views = [GradientViews(region, parameters.trainable_indices) for region in regions]
-        self.accumulator = GradientAccumulator(self.views)
+        self.accumulator = GradientAccumulator(self.views, lock)
         with torch.inference_mode(False), torch.enable_grad():
             tensors = [slot.parameter for slot in self.slots]
             outputs = ReplicaParameters.apply(self.accumulator, *tensors)  # type: ignore[no-untyped-call]
@@ -89,8 +95,9 @@ class ParameterProxies:
 class ReplicaSet:
     """The module, its workers, and what is remembered of calls on them.
 
-    `exchange` is set for batch normalisation over the whole batch. `parameters` of an earlier set
-    are taken over if they are still the module's: optimizers and graphs refer to their memory.
+    `lock` is held by the thread that uses the channels. `exchange` is set for batch normalisation
+    over the whole batch. `parameters` of an earlier set are taken over if they are still the
+    module's: optimizers and graphs refer to their memory.
     """
 
     def __init__(
@@ -99,11 +106,13 @@ class ReplicaSet:
         replicas: int,
         threads: int,
         timeout_s: float,
+        lock: threading.RLock,
         exchange: StatisticsExchange | None = None,
         parameters: SharedParameters | None = None,
         forward_mutates: bool = False,
     ) -> None:
         self.module = module
+        self.lock = lock
         self.exchange = exchange
         self.parameters = parameters if parameters is not None else SharedParameters(module)
         self.parameters.requires_grad_changes()
@@ -164,7 +173,7 @@ class ReplicaSet:
         """What share 0 computes with; made again when other parameters require gradients."""
         known = self._proxies
         if known is None or known.slots is not self.parameters.trainable:
-            known = self._proxies = ParameterProxies(self.parameters, self._regions)
+            known = self._proxies = ParameterProxies(self.parameters, self._regions, self.lock)
         return known
 
     def occupy_channels(self, call: ChannelUser) -> None:

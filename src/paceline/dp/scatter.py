@@ -44,6 +44,7 @@ class SplitInputs:
 
     For a tensor `factors` has its rows per sample, or 0 if every replica gets the whole; for an
     object with a declared split it is None, and `parts` has an object for each replica.
+    `unknown_counts` says why it is not known how many samples each replica has; empty if it is.
     """
 
     spec: Spec
@@ -52,15 +53,29 @@ class SplitInputs:
     parts: list[Sequence[Any] | None]
     ranges: Ranges
     dim: int
+    unknown_counts: str = ""
 
     def with_leaves(self, leaves: list[Any]) -> SplitInputs:
         """The same for other inputs: tensors of the same shapes, and nothing else."""
-        return SplitInputs(self.spec, leaves, self.factors, self.parts, self.ranges, self.dim)
+        return SplitInputs(
+            self.spec,
+            leaves,
+            self.factors,
+            self.parts,
+            self.ranges,
+            self.dim,
+            self.unknown_counts,
+        )
 
     @property
     def sizes(self) -> list[int]:
-        """Samples per replica."""
+        """How much of the batch each replica gets."""
         return [stop - start for start, stop in self.ranges]
+
+    @property
+    def loss_counts(self) -> list[int]:
+        """How much the loss of each replica counts in a mean: its samples, or all the same."""
+        return [1] * len(self.ranges) if self.unknown_counts else self.sizes
 
     def share(self, index: int, replica: int) -> Any:
         """The replica's share of leaf `index`: a view of a tensor, or an object."""
@@ -104,7 +119,24 @@ def split_inputs(
             factor = _rows_per_sample(leaf, batch, dim)
         factors.append(factor)
         parts.append(leaf_parts)
-    return SplitInputs(spec, leaves, factors, parts, ranges, dim)
+    unknown_counts = _why_counts_are_unknown(leaves, factors, parts, dim)
+    return SplitInputs(spec, leaves, factors, parts, ranges, dim, unknown_counts)
+
+
+def _why_counts_are_unknown(
+    leaves: Sequence[Any],
+    factors: Sequence[int | None],
+    parts: Sequence[Sequence[Any] | None],
+    dim: int,
+) -> str:
+    """A count is known where we cut the batch ourselves, and all tensors agree about its size."""
+    custom = [leaf for leaf, made in zip(leaves, parts, strict=True) if made is not None]
+    if custom:
+        return f"a {type(custom[0]).__name__} was split by your own function"
+    rows = {leaf.shape[dim] for leaf, factor in zip(leaves, factors, strict=True) if factor}
+    if len(rows) > 1:
+        return f"inputs have {', '.join(map(str, sorted(rows)))} rows along dimension {dim}"
+    return ""
 
 
 def _refuse_packed(inputs: Any, leaf_types: tuple[type, ...]) -> None:

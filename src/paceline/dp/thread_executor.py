@@ -1,8 +1,7 @@
-"""The thread executor: one thread per accelerator, replicas that stay, only what changed is copied.
+"""The thread executor: one thread per accelerator.
 
 Written against `torch.accelerator`, streams and events alone. One forward, step by step:
- 1. refresh: parameters that changed since the last forward are copied to the replicas on each
-    device's own stream
+ 1. refresh: parameters are copied to the replicas on each device's own stream
  2. scatter: shares of the inputs are copied on a side stream of each device, while 1 is under way
  3. run: each device's thread runs its replica, under the caller's modes and streams
  4. gather: outputs meet on `output_device`
@@ -24,8 +23,9 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from paceline._pytree import Spec, Whole, flatten, is_taken_apart_by_attributes, unflatten
 from paceline.dp.autograd_functions import refuse_create_graph
-from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, plan_outputs
+from paceline.dp.gather import GatherKind, GatherPlan, ReplicaOutputs, ScalarGather, plan_outputs
 from paceline.dp.protocol import meta_of
+from paceline.dp.replica_scope import ReplicaScope
 from paceline.dp.scatter import SplitInputs, Splitter, split_inputs
 from paceline.errors import ConfigError
 
@@ -41,7 +41,7 @@ class ThreadExecutor:
         devices: Sequence[torch.device],
         output_device: torch.device,
         dim: int,
-        scalars: str,
+        scalars: ScalarGather,
         splitters: Mapping[type, Splitter],
     ) -> None:
         self._module = module
@@ -51,7 +51,6 @@ class ThreadExecutor:
         self._scalars = scalars
         self._splitters = splitters
         self._leaf_types = (Whole, *splitters)
-        self._replicas = [_DeviceCopies(device) for device in devices]
         self._sides: dict[torch.device, torch.Stream] = {}
         self._threads = ThreadPoolExecutor(
             max(1, len(devices) - 1), thread_name_prefix="paceline-device"
@@ -72,17 +71,14 @@ class ThreadExecutor:
         shares = [self._scatter(split, replica, streams) for replica in range(len(used))]
         modules = self._refresh(streams)
         outputs = self._run_all(modules, shares, streams)
-        return self._gather(outputs, split.sizes, streams)
+        return self._gather(outputs, split, streams)
 
     def refresh(self) -> None:
-        """Copy all parameters at the next forward."""
-        for copies in self._replicas:
-            copies.forget()
+        """Replicas are made anew for each forward and see every change."""
 
     def end(self) -> None:
-        """End the threads and let the replicas' memory go."""
+        """End the threads."""
         self._threads.shutdown(wait=True)
-        self.refresh()
 
     def _check_shapes(self) -> None:
         for name, part in self._module.named_modules():
@@ -110,13 +106,10 @@ class ThreadExecutor:
             *self._module.parameters(),
             *(buffer for buffer in self._module.buffers() if buffer.requires_grad),
         ]
-        copies = [
-            device_copies.refreshed(parameters, stream, streams[0])
-            for device_copies, stream in zip(self._replicas, streams, strict=False)
-        ]
+        copies = [_copies_on(parameters, stream, streams[0]) for stream in streams]
         if torch.is_grad_enabled() and any(parameter.requires_grad for parameter in parameters):
             apply: Callable[..., tuple[torch.Tensor, ...]] = BroadcastParameters.apply
-            flat = apply(copies, list(streams), self._replicas, *parameters)
+            flat = apply(copies, list(streams), *parameters)
             copies = [
                 list(flat[i : i + len(parameters)])
                 for i in range(0, len(flat), max(1, len(parameters)))
@@ -184,7 +177,7 @@ class ThreadExecutor:
 
     # --- 4: gather -------------------------------------------------------------------------------
     def _gather(
-        self, outputs: Sequence[Any], sizes: Sequence[int], streams: Sequence[torch.Stream]
+        self, outputs: Sequence[Any], split: SplitInputs, streams: Sequence[torch.Stream]
     ) -> Any:
         flat = [flatten(output, opens=is_taken_apart_by_attributes) for output in outputs]
         for device, (_, leaves) in zip(self._devices, flat, strict=False):
@@ -193,11 +186,8 @@ class ThreadExecutor:
                 self._output_device if isinstance(leaf, torch.device) and leaf == device else leaf
                 for leaf in leaves
             ]
-        plans = iter(
-            plan_outputs(
-                [_described(spec, leaves) for spec, leaves in flat], sizes, self._dim, self._scalars
-            )
-        )
+        replicas = [_described(spec, leaves) for spec, leaves in flat]
+        plans = iter(plan_outputs(replicas, split, self._scalars))
         target = torch.accelerator.current_stream(self._output_device)
         for stream in streams:
             if stream != target:
@@ -234,11 +224,9 @@ class BroadcastParameters(torch.autograd.Function):
         ctx: Any,
         copies: list[list[torch.Tensor]],
         streams: list[torch.Stream],
-        replicas: list[_DeviceCopies],
         *parameters: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        ctx.streams, ctx.count, ctx.replicas = streams, len(parameters), replicas
-        ctx.own, ctx.identities = copies[0], [id(parameter) for parameter in parameters]
+        ctx.streams, ctx.count, ctx.own = streams, len(parameters), copies[0]
         ctx.set_materialize_grads(False)
         outputs = tuple(copy.detach() for tensors in copies for copy in tensors)
         ctx.mark_non_differentiable(
@@ -260,11 +248,9 @@ class BroadcastParameters(torch.autograd.Function):
                 here.wait_stream(stream)
         sums: list[torch.Tensor | None] = []
         for index in range(ctx.count):
-            if not ctx.needs_input_grad[3 + index]:
+            if not ctx.needs_input_grad[2 + index]:
                 sums.append(None)
                 continue
-            for replica in ctx.replicas:
-                replica.mark_possibly_changed(ctx.identities[index])
             terms = [term for term in gradients[index :: ctx.count] if term is not None]
             if not terms:
                 sums.append(torch.zeros_like(ctx.own[index]))
@@ -276,7 +262,7 @@ class BroadcastParameters(torch.autograd.Function):
             sums.append(total)
         for stream in ctx.streams[1:]:
             stream.wait_stream(here)
-        return (None, None, None, *sums)
+        return (None, None, *sums)
 
 
 def _to_device(gradient: torch.Tensor, device: torch.device, here: torch.Stream) -> torch.Tensor:
@@ -288,68 +274,27 @@ def _to_device(gradient: torch.Tensor, device: torch.device, here: torch.Stream)
     return moved
 
 
-class _DeviceCopies:
-    """The parameters' copies on one device, kept from step to step."""
+def _copies_on(
+    parameters: Sequence[torch.Tensor], stream: torch.Stream, home: torch.Stream
+) -> list[torch.Tensor]:
+    """The parameters on the device of `stream`, as they are now in the order of `home`.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._copies: dict[int, tuple[torch.Tensor, int, torch.Tensor]] = {}
-        self._possibly_changed: set[int] = set()
-
-    def mark_possibly_changed(self, identity: int) -> None:
-        """This parameter has a new gradient.
-
-        It may change in ways that leave no trace (`parameter.data.sub_(...)`).
-        """
-        self._possibly_changed.add(identity)
-
-    def forget(self) -> None:
-        self._copies = {}
-
-    def refreshed(
-        self, parameters: Sequence[torch.Tensor], stream: torch.Stream, home: torch.Stream
-    ) -> list[torch.Tensor]:
-        """A copy of each parameter, up to date in the order of `stream`."""
-        if stream.device == home.device:
-            return [parameter.detach() for parameter in parameters]
-        stale = [parameter for parameter in parameters if not self._is_fresh(parameter)]
-        if stale:
-            stream.wait_stream(home)
-            with torch.no_grad(), stream:
-                for parameter in stale:
-                    self._copy(parameter)
-            # An optimizer step must not overwrite what is still being copied.
-            home.wait_stream(stream)
-        known = {id(parameter): self._copies[id(parameter)] for parameter in parameters}
-        self._copies = known  # of parameters that are gone, nothing is kept
-        self._possibly_changed.clear()
-        return [known[id(parameter)][2] for parameter in parameters]
-
-    def _is_fresh(self, parameter: torch.Tensor) -> bool:
-        if id(parameter) in self._possibly_changed or not isinstance(parameter, nn.Parameter):
-            return False
-        return self._looks_fresh(parameter)
-
-    def _looks_fresh(self, parameter: torch.Tensor) -> bool:
-        kept = self._copies.get(id(parameter))
-        # The address too: `parameter.data = ...` leaves the version as it is.
-        return kept is not None and kept[0] is parameter and kept[1] == _stamp(parameter)
-
-    def _copy(self, parameter: torch.Tensor) -> None:
-        kept = self._copies.get(id(parameter))
-        # A copy that may well be up to date stays as it is for the graphs that hold it.
-        can_overwrite = (
-            kept is not None and kept[0] is parameter and not self._looks_fresh(parameter)
-        )
-        copy = kept[2] if kept is not None and can_overwrite else None
-        if copy is None or copy.shape != parameter.shape or copy.dtype != parameter.dtype:
-            copy = torch.empty_like(parameter, device=self._device, requires_grad=False)
-        copy.copy_(parameter.detach(), non_blocking=True)
-        self._copies[id(parameter)] = (parameter, _stamp(parameter), copy)
-
-
-def _stamp(parameter: torch.Tensor) -> int:
-    return hash((parameter._version, parameter.data_ptr(), parameter.shape))
+    New ones for each forward: a change through `parameter.data` leaves no trace by which an earlier
+    copy could be told to be up to date, and a graph may still hold it.
+    """
+    if stream.device == home.device:
+        return [parameter.detach() for parameter in parameters]
+    stream.wait_stream(home)
+    with torch.no_grad(), stream:
+        copies = [
+            torch.empty_like(parameter, device=stream.device, requires_grad=False).copy_(
+                parameter.detach(), non_blocking=True
+            )
+            for parameter in parameters
+        ]
+    # An optimizer step must not overwrite what is still being copied.
+    home.wait_stream(stream)
+    return copies
 
 
 def _replica(
@@ -442,6 +387,7 @@ def _run(
 ) -> Any:
     args, kwargs = share
     with contextlib.ExitStack() as stack:
+        stack.enter_context(ReplicaScope())
         if modes is not None:  # in a thread of ours, which knows nothing of the caller's settings
             torch.accelerator.set_device_index(stream.device.index)
             modes.enter(stack)

@@ -37,6 +37,7 @@ from paceline.dp.gradients import GradientCapture, GradientRegion, encode_gradie
 from paceline.dp.module_buffers import ModuleBuffers
 from paceline.dp.module_snapshot import apply_updates
 from paceline.dp.protocol import Answer, Modes, Order, TensorMeta, Update, meta_of, source_of
+from paceline.dp.replica_scope import stay_inside_replica
 from paceline.dp.shared_parameters import SharedParameters
 from paceline.errors import ConfigError
 
@@ -77,6 +78,7 @@ def serve(
     setup: WorkerSetup, replica: int, channel: Channel, main_pid: int, main_pidfd: int
 ) -> None:
     """Follow orders until the main process ends."""
+    stay_inside_replica()
 
     def loop() -> None:
         torch.set_num_threads(setup.threads)

@@ -20,6 +20,7 @@ from typing import Any
 
 from paceline._interpreter import freeze_garbage, without_collecting
 from paceline._linux import die_with_parent
+from paceline._torch_internals import forget_inherited_compile_threads
 from paceline.dp.channel import CHANNEL_BYTES, Channel, Inbox, Message, MessageLayout, Outbox
 from paceline.dp.protocol import Source
 from paceline.errors import CollectiveTimeout, PeerLost, describe_exit
@@ -76,6 +77,11 @@ class WorkerHandle:
                 f"internal error: replica {self.replica} of DataParallel: send() before the answer "
                 "to the previous request was received"
             )
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it was sent an order whose answer has not been received."""
+        return self._is_busy
 
     def has_answered(self) -> bool:
         """Whether `receive` would return, or raise, at once: it answered, or ended."""
@@ -220,6 +226,7 @@ def _run_worker(
             die_with_parent(main_pid)
         if os.getppid() != main_pid:
             os._exit(code)
+        forget_inherited_compile_threads()
         threading.Thread(
             target=_exit_with, args=(main_pidfd,), name="paceline-parent", daemon=True
         ).start()

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from paceline.core import NativeStatus
 from paceline.errors import ConfigError
 
-__all__ = ["BackendChoice", "choose_backend", "accelerator_backend"]
+__all__ = ["BackendChoice", "choose_backend", "accelerator_backend", "known_backends"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,17 @@ def choose_backend(
     environ: Mapping[str, str],
     native: NativeStatus,
     accelerator: tuple[str, str] | None,
+    known: Collection[str],
 ) -> BackendChoice:
     """What the caller requested, else PACELINE_BACKEND, else the fastest that works here.
 
-    `accelerator` is a device type and its backend, such as ("cuda", "nccl").
+    `accelerator` is a device type and its backend, such as ("cuda", "nccl"); `known` has the names
+    of all backends.
     """
     if requested is not None:
         return BackendChoice(requested)
     if name := environ.get("PACELINE_BACKEND"):
+        _check_backend(name, known)
         if name == "paceline" and not native.available:
             raise ConfigError(
                 f"PACELINE_BACKEND=paceline, but {native.reason}; unset it to use gloo, or see "
@@ -44,6 +47,24 @@ def choose_backend(
     if native.available:
         return BackendChoice(_join("paceline", accelerator))
     return BackendChoice(_join("gloo", accelerator), f"slower than shared memory: {native.reason}")
+
+
+def _check_backend(text: str, known: Collection[str]) -> None:
+    """One name, or a name for each kind of device: `cpu:gloo,cuda:nccl`."""
+    for part in text.split(","):
+        device, _, name = part.rpartition(":")
+        if name.lower() not in known or (bool(device) != (":" in text)):
+            raise ConfigError(
+                f"PACELINE_BACKEND should be one of {', '.join(sorted(known))}, or one for each "
+                f"kind of device, such as cpu:gloo,cuda:nccl, but is {text!r}"
+            )
+
+
+def known_backends() -> Collection[str]:
+    """The backends torch knows, ours and those of extensions included."""
+    import torch.distributed as dist
+
+    return {name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED}
 
 
 def _join(cpu: str, accelerator: tuple[str, str] | None) -> str:

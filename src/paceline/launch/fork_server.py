@@ -31,7 +31,13 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from paceline._interpreter import freeze_garbage, interpreter_flags, without_collecting
-from paceline._linux import adopt_orphans, die_with_parent, end_descendants, outlive_parent
+from paceline._linux import (
+    adopt_orphans,
+    catches_signal,
+    die_with_parent,
+    end_descendants,
+    outlive_parent,
+)
 from paceline.errors import describe_exit
 from paceline.launch import rank_main
 from paceline.launch.messages import (
@@ -57,6 +63,7 @@ _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
+_LIMITS = ". Start fewer ranks, or raise the limits of processes and open files (ulimit -u, -n)"
 
 
 def main(control_fd: int) -> int:
@@ -68,7 +75,11 @@ def main(control_fd: int) -> int:
     job: Job = control.recv()
     os.setsid()  # the terminal's Ctrl-C goes to the launcher alone, which passes it on
     reaper = os.getpid()
-    exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    try:
+        exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
+    except OSError as error:
+        _report_failure(control, f"no process could be started: {error.strerror}{_LIMITS}", 2)
+        return 1
     if exitcode is not None:
         return exitcode
     die_with_parent(reaper)  # until the ranks exist there is nothing to clean up
@@ -80,11 +91,10 @@ def main(control_fd: int) -> int:
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     try:
         _preload(job)
-    except Exception:
-        reason = f"the fork server could not load torch:\n{traceback.format_exc()}"
-        _report_failure(control, reason)
+        started = _start_ranks(job, control)
+    except _CannotStart as error:
+        _report_failure(control, str(error), error.exitcode)
         return 1
-    started = _start_ranks(job, control)
     if isinstance(started, _ThisRank):
         return rank_main.run(started.role_fd, started.report_fd)
     return _Server(job, control, started).serve()
@@ -104,18 +114,39 @@ def _close_inherited(job: Job, control: Connection) -> None:
         os.close(descriptor)
 
 
+class _CannotStart(Exception):
+    """The job cannot start, for a reason that the message tells the user."""
+
+    def __init__(self, message: str, exitcode: int) -> None:
+        super().__init__(message)
+        self.exitcode = exitcode
+
+
 def _preload(job: Job) -> None:
     if job.start_method == "fork":
         # Imports make much and drop little: collecting meanwhile costs a tenth of the time.
         with without_collecting():
             for name in job.preload:
-                importlib.import_module(name)
+                _import(name)
             freeze_garbage()
 
 
-def _report_failure(control: Connection, reason: str) -> None:
+def _import(name: str) -> None:
+    try:
+        importlib.import_module(name)
+    except (Exception, SystemExit) as error:
+        reason = traceback.format_exception_only(error)[-1].strip()
+        message = f"--preload should name modules, but {name!r} cannot be imported: {reason}"
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{name}.".startswith(f"{missing}."):
+            raise _CannotStart(message, 2) from None
+        # The module itself fails: where it does, is worth a look.
+        raise _CannotStart(f"{traceback.format_exc()}{message}", 1) from None
+
+
+def _report_failure(control: Connection, reason: str, exitcode: int = 1) -> None:
     with contextlib.suppress(OSError):
-        control.send(StartFailure(reason))
+        control.send(StartFailure(reason, exitcode))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +169,14 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
     server = os.getpid()
     children: list[_Child] = []
     for rank in range(job.ranks):
-        role_read, role_write = os.pipe()
-        pid = os.fork()
+        try:
+            role_read, role_write = os.pipe()
+            pid = os.fork()
+        except OSError as error:
+            # Those that were forked end with this process.
+            raise _CannotStart(
+                f"rank {rank} of {job.ranks} could not be started: {error.strerror}{_LIMITS}", 2
+            ) from None
         if pid == 0:
             die_with_parent(server)
             os.setpgid(0, 0)
@@ -270,10 +307,14 @@ class _Server:
             order = self._control.recv()
         except EOFError:
             raise BrokenPipeError from None
-        if isinstance(order, Signal):
-            for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, order.number)
+        if not isinstance(order, Signal):
+            return
+        for pid in [pid for pid, rank in self._running.items() if rank != order.skip]:
+            # A request to save must not end a rank that is still starting.
+            if order.number == signal.SIGUSR1 and not catches_signal(pid, signal.SIGUSR1):
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, order.number)
 
     def _reap(self, nodes: _Nodes) -> None:
         with contextlib.suppress(ChildProcessError):

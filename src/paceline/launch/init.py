@@ -11,13 +11,19 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import math
 import os
 import sys
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import native_status
 from paceline.errors import ConfigError
-from paceline.launch.backend_choice import BackendChoice, accelerator_backend, choose_backend
+from paceline.launch.backend_choice import (
+    BackendChoice,
+    accelerator_backend,
+    choose_backend,
+    known_backends,
+)
 from paceline.launch.placement import Placement, agree_on_placement
 from paceline.launch.process_context import (
     ProcessContext,
@@ -47,6 +53,7 @@ __all__ = [
 ]
 
 _JOIN_TIMEOUT_S = 300.0
+_LONGEST_TIMEOUT_S = 1e8  # some years: more than a store or a clock takes is a mistake
 
 
 def init_process_group(
@@ -82,7 +89,11 @@ def init_process_group(
             f"{dist.get_world_size()}). Call init_process_group once, or destroy_process_group() "
             "first"
         )
-    choice = choose_backend(backend, os.environ, native_status(), accelerator_backend())
+    if timeout is not None and not isinstance(timeout, datetime.timedelta):
+        raise TypeError(f"timeout should be a datetime.timedelta but is {timeout!r}")
+    choice = choose_backend(
+        backend, os.environ, native_status(), accelerator_backend(), known_backends()
+    )
     options: dict[str, Any] = {
         "group_name": group_name,
         "pg_options": pg_options,
@@ -156,8 +167,8 @@ def _join_timeout(timeout: datetime.timedelta | None) -> float:
         try:
             seconds = float(text)
         except ValueError:
-            seconds = 0.0
-        if seconds <= 0:
+            seconds = math.nan
+        if not 0 < seconds <= _LONGEST_TIMEOUT_S:
             raise ConfigError(
                 f"PACELINE_JOIN_TIMEOUT should be a number of seconds but is {text!r}"
             )

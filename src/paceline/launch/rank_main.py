@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from types import ModuleType, TracebackType
 
 from paceline.diagnostics import session
-from paceline.errors import PeerLost, StepError
+from paceline.errors import ConfigError, PeerLost, StepError
 from paceline.failure_channel import previous_excepthook, publish_error
 from paceline.launch.messages import Function, Report, ReportKind, Script
 from paceline.rank_env import find_rank_env
@@ -26,6 +26,7 @@ from paceline.rank_env import find_rank_env
 __all__ = ["Role", "main", "run", "send_frame"]
 
 _PACKAGE = os.path.dirname(__file__)
+_PACELINE = os.path.dirname(_PACKAGE) + os.sep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +53,8 @@ def run(role_fd: int, report_fd: int) -> int:
     os.environ.update(role.variables)
     _separate_from_image(role.variables)
     env = find_rank_env(role.variables)
-    session.begin(env.rank, env.world_size)
     try:
+        session.begin(env.rank, env.world_size)
         if isinstance(role.work, Function):
             _call(role.work, report_fd)
         else:
@@ -150,7 +151,7 @@ def _report_error(error: BaseException, rank: int, report_fd: int) -> int:
     if isinstance(error, KeyboardInterrupt):
         send_frame(report_fd, Report(ReportKind.INTERRUPT, now, _innermost(tb)))
         return 130
-    text = "".join(traceback.format_exception(type(error), error, tb))
+    text = "".join(traceback.format_exception(type(error), error, tb, limit=_frames(error, tb)))
     # A hook of the script's own, such as rich's; torch's would only repeat the traceback.
     hook = previous_excepthook(sys.excepthook)
     if hook is not sys.__excepthook__ and not hook.__module__.startswith("torch."):
@@ -188,6 +189,18 @@ def _without_our_frames(tb: TracebackType | None) -> TracebackType | None:
     while start is not None and _is_ours(start.tb_frame.f_code.co_filename):
         start = start.tb_next
     return start or (tb if tb is None or tb.tb_next is None else None)
+
+
+def _frames(error: BaseException, tb: TracebackType | None) -> int | None:
+    """How many frames of a traceback to show. A caller's mistake is where the caller is, not where
+    we noticed it.
+    """
+    if not isinstance(error, ConfigError):
+        return None
+    files = [frame.f_code.co_filename for frame, _ in traceback.walk_tb(tb)]
+    while files and files[-1].startswith(_PACELINE):
+        files.pop()
+    return len(files)
 
 
 def _is_ours(filename: str) -> bool:

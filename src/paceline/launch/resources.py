@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
@@ -18,6 +19,8 @@ from collections.abc import Collection, Mapping, Sequence
 from paceline.errors import ConfigError
 
 __all__ = [
+    "MOST_RANKS",
+    "allow_open_files",
     "allowed_cores",
     "count_accelerators",
     "count_ranks",
@@ -27,6 +30,9 @@ __all__ = [
     "usable_cores",
 ]
 
+MOST_RANKS = 1024
+_FILES_PER_RANK = 7  # three pipes, of which the launcher has both ends at first, and a log
+_OTHER_FILES = 32
 _CGROUP = pathlib.Path("/sys/fs/cgroup")
 
 
@@ -80,7 +86,28 @@ def count_ranks(requested: str) -> int:
         number = 0
     if number < 1:
         raise ConfigError(f"the number of ranks should be 1 or more, or auto, but is {requested!r}")
+    if number > MOST_RANKS:
+        raise ConfigError(
+            f"the number of ranks on one host should be at most {MOST_RANKS} but is {number}"
+        )
     return number
+
+
+def allow_open_files(ranks: int) -> None:
+    """See that the launcher may open the pipes of so many ranks: raise its limit, as far as the
+    system lets it.
+    """
+    already_open = len(os.listdir("/proc/self/fd"))
+    needed = already_open + _FILES_PER_RANK * ranks + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(
+            f"{ranks} ranks need {needed} open files, but only {hard} are allowed (ulimit -n): "
+            "start fewer ranks, or raise the limit"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def count_accelerators() -> int:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from paceline._torch_internals import Store
 
-__all__ = ["SAVE_SIGNAL", "STOP_SIGNAL", "SaveListener"]
+__all__ = ["SAVE_SIGNAL", "STOP_SIGNAL", "SaveListener", "SharedAnswers"]
 
 STOP_SIGNAL = signal.SIGTERM
 SAVE_SIGNAL = signal.SIGUSR1
@@ -43,7 +43,7 @@ class SaveListener:
         self._pid = os.getpid()
         self._is_asked = self._is_asked_to_stop = False
         self._group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        self._shared: _SharedAnswers | None = None  # None: alone
+        self._shared: SharedAnswers | None = None  # None: alone
         self._mask: set[signal.Signals | int] | None = None  # while a fork is under way
         self._before = {s: signal.signal(s, self._on_signal) for s in (STOP_SIGNAL, SAVE_SIGNAL)}
 
@@ -63,7 +63,7 @@ class SaveListener:
         """The default group of this process is another one than in the call before."""
         self._group = (lambda: None) if group is None else weakref.ref(group)
         is_alone = group is None or group.size() == 1
-        self._shared = None if group is None or is_alone else _SharedAnswers(group.rank())
+        self._shared = None if group is None or is_alone else SharedAnswers(group.rank())
 
     def _forget_what_is_served(self, answer: SaveRequest) -> None:
         if self._shared is not None and self._shared.is_over:
@@ -106,7 +106,7 @@ class SaveListener:
             signal.signal(number, signal.SIG_DFL)
 
 
-class _SharedAnswers:
+class SharedAnswers:
     """The agreement of one group's ranks, through the store of that group."""
 
     def __init__(self, rank: int) -> None:
@@ -124,6 +124,7 @@ class _SharedAnswers:
         return self._agreement.is_over
 
     def next_call(self, wanted: SaveRequest) -> SaveRequest:
+        """The answer to this rank's next call; `wanted` is what a signal has asked it for."""
         agreement = self._agreement
         if agreement.needs_look or wanted.due:
             return self._look(wanted)

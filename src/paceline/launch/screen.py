@@ -62,17 +62,16 @@ class Screen:
         """A line of the launcher's own."""
         self.write(2, f"paceline: {text}\n".encode(errors="replace"))
 
-    def flush(self, is_urgent: Callable[[], bool]) -> None:
+    def flush(self, is_urgent: Callable[[], bool]) -> bool:
         """Wait until everything is written. Once it is urgent, no longer than the reader takes
-        something.
+        something; False if it did not take everything.
         """
-        for stream in (1, 2):
-            writer = self._writers[stream]
-            if not writer.wait(is_urgent) and stream == 1:
-                self.report(
-                    f"{writer.pending_bytes} bytes of output were not shown: nobody reads standard "
-                    "output"
-                )
+        output, error = self._writers[1], self._writers[2]
+        is_shown = output.wait(is_urgent)
+        if not is_shown and error is not output:
+            left = output.pending_bytes
+            self.report(f"{left} bytes of output were not shown: nobody reads standard output")
+        return (error is output or error.wait(is_urgent)) and is_shown
 
     def _notify_room(self) -> None:
         self._on_room()

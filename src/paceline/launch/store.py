@@ -2,8 +2,8 @@
 
 It is found in one of three ways: a server the launcher already runs (paceline run, torchrun),
 MASTER_ADDR and MASTER_PORT with rank 0 as the server, or - ranks of one host under mpirun or srun,
-which name no port - a small file in the temporary directory in which rank 0 publishes the port the
-system gave it.
+which name no port - a small file in which rank 0 publishes the port the system gave it. The file is
+in a directory below the temporary one that only this user can write to.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import hashlib
 import json
 import os
 import pathlib
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -39,6 +41,8 @@ _LAUNCHERS = (
     "prterun",
     "slurmstepd",
 )
+
+_LARGEST_PORT_FILE_BYTES = 4096
 
 # Stores served at an address given to us, kept until the process ends: ranks that leave a group and
 # join again at once would otherwise meet at the old server just before it closes.
@@ -171,7 +175,7 @@ def _open_through_file(env: RankEnv, timeout_s: float) -> JobStore:
     key = env.job_key or _launcher_process()
     if key is None:
         raise ConfigError(_no_address(env))
-    path = pathlib.Path(tempfile.gettempdir(), f"paceline-{os.getuid()}-{key}.json")
+    path = _own_directory() / f"{hashlib.sha256(key.encode(errors='replace')).hexdigest()}.json"
     if env.rank != 0:
         port = _read_port(path, env, timeout_s)
         return JobStore(_connect(env, "127.0.0.1", port, timeout_s))
@@ -193,6 +197,30 @@ def _open_through_file(env: RankEnv, timeout_s: float) -> JobStore:
     return JobStore(store, served_here=True, port_file=path)
 
 
+def _own_directory() -> pathlib.Path:
+    """A directory of this user's in the temporary directory, where everybody may make files and
+    links of any name.
+    """
+    user = os.geteuid()
+    path = pathlib.Path(tempfile.gettempdir(), f"paceline-{user}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        problem = "is not a directory"
+    elif found.st_uid != user:
+        problem = f"belongs to user {found.st_uid}"
+    elif found.st_mode & 0o022:
+        problem = "can be written to by other users"
+    else:
+        return path
+    raise ConfigError(
+        f"ranks of this host meet through a file in {path}, which should be a directory of user "
+        f"{user} alone but {problem}. Remove it, or set TMPDIR to a directory of your own, or set "
+        "MASTER_ADDR and MASTER_PORT"
+    )
+
+
 def _write_atomically(path: pathlib.Path, content: Mapping[str, object]) -> None:
     # NamedTemporaryFile has mode 0600 already.
     with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=path.name, delete=False) as file:
@@ -203,12 +231,11 @@ def _write_atomically(path: pathlib.Path, content: Mapping[str, object]) -> None
 def _read_port(path: pathlib.Path, env: RankEnv, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        with contextlib.suppress(OSError, ValueError):
-            content = json.loads(path.read_text())
-            ours = path.stat().st_uid == os.getuid()
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            content = json.loads(_read_own_file(path))
             # A file left by a job that died names a process that is gone, or another one with its
             # number.
-            if ours and content["started"] == _start_ticks(content["pid"]):
+            if content["started"] == _start_ticks(int(content["pid"])):
                 return int(content["port"])
         time.sleep(0.02)
     raise CollectiveTimeout(
@@ -218,17 +245,26 @@ def _read_port(path: pathlib.Path, env: RankEnv, timeout_s: float) -> int:
     )
 
 
+def _read_own_file(path: pathlib.Path) -> bytes:
+    """The content of a file that this user made; no link is followed to another one."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(descriptor, "rb") as file:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise PermissionError(f"{path} is another user's")
+        return file.read(_LARGEST_PORT_FILE_BYTES)
+
+
 def _launcher_process() -> str | None:
     """A name for this job made from the mpirun (or the like) above this process."""
     pid = os.getppid()
-    while pid > 1 and (stat := read_stat(pid)) is not None:
-        if stat.command in _LAUNCHERS:
-            return f"{stat.command}-{pid}-{stat.start_ticks}"
-        pid = stat.parent
+    while pid > 1 and (process := read_stat(pid)) is not None:
+        if process.command in _LAUNCHERS:
+            return f"{process.command}-{pid}-{process.start_ticks}"
+        pid = process.parent
     return None
 
 
 def _start_ticks(pid: int) -> int | None:
     """With the pid, a name of a running process that no other will have."""
-    stat = read_stat(pid)
-    return None if stat is None or stat.has_ended else stat.start_ticks
+    process = read_stat(pid)
+    return None if process is None or process.has_ended else process.start_ticks

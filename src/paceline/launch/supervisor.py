@@ -27,6 +27,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -51,6 +52,7 @@ from paceline.launch.messages import (
     StartFailure,
 )
 from paceline.launch.output import Output
+from paceline.launch.resources import allow_open_files
 from paceline.telemetry.variables import WATCHED
 
 if TYPE_CHECKING:
@@ -62,6 +64,7 @@ __all__ = ["Failure", "JobResult", "Plan", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
+_LONGEST_WAIT_S = 3600.0  # the kernel takes no timeout of many days
 _FORK_SERVER_END_S = 30.0
 _READ_BYTES = 1 << 16
 _STREAMS = {"stdout": 1, "stderr": 2}
@@ -133,9 +136,9 @@ class Supervisor:
         self._requests.add(number)
 
     @property
-    def was_asked_to_stop(self) -> bool:
-        """Whether a signal has asked for the end of the job, also after it was over."""
-        return self._requests.is_stop_requested
+    def stop_signal(self) -> int | None:
+        """The first signal that asked for the end of the job, also after it was over."""
+        return self._requests.stop_signal
 
     def wake(self) -> None:
         """There is room for output again. May be called from any thread."""
@@ -144,6 +147,7 @@ class Supervisor:
     def run(self) -> JobResult:
         began = time.monotonic()
         try:
+            allow_open_files(self._plan.ranks)
             run = _JobRun(self._plan, self._output, self._requests)
             try:
                 run.until_over()
@@ -155,21 +159,24 @@ class Supervisor:
 
 
 class _StopRequests:
-    """Signals to handle: put here by a signal handler, which may do little else."""
+    """Signals to handle: put here by a signal handler, which may do little else, or by a thread."""
 
     def __init__(self) -> None:
+        # A signal handler runs in the thread that it interrupts, which may hold the lock.
+        self._lock = threading.RLock()
         self._signals: list[int] = []
-        self.is_stop_requested = False
+        self.stop_signal: int | None = None
         self.descriptor, self._write_end = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def add(self, number: int) -> None:
         self._signals.append(number)
-        self.is_stop_requested = self.is_stop_requested or number != signal.SIGUSR1
+        if number != signal.SIGUSR1 and self.stop_signal is None:
+            self.stop_signal = number
         self.wake()
 
     def wake(self) -> None:
         # A full pipe wakes the reader as well; a closed one has none.
-        with contextlib.suppress(OSError):
+        with self._lock, contextlib.suppress(OSError):
             os.write(self._write_end, b"\0")
 
     def clear_wake_up(self) -> None:
@@ -181,7 +188,8 @@ class _StopRequests:
 
     def close(self) -> None:
         # The handler may still be called: it must not write to whatever gets the number next.
-        write_end, self._write_end = self._write_end, -1
+        with self._lock:
+            write_end, self._write_end = self._write_end, -1
         os.close(write_end)
         os.close(self.descriptor)
 
@@ -351,8 +359,10 @@ class _JobRun:
         numbers with which the ranks' output is labelled.
         """
         self._choose_pipes()
-        timeout = self._stop.deadline - time.monotonic()
-        ready = self._selector.select(None if timeout == math.inf else max(0.0, timeout))
+        timeout = max(0.0, self._stop.deadline - time.monotonic())
+        ready = self._selector.select(
+            None if timeout == math.inf else min(timeout, _LONGEST_WAIT_S)
+        )
         for key, _ in sorted(ready, key=lambda item: item[0].data[0] != "control"):
             kind, rank = key.data
             if kind == "control":
@@ -433,7 +443,7 @@ class _JobRun:
             return
         if self._phase is _Phase.STARTING:
             # Still importing: there is no rank that could be asked.
-            self._fork_server.process.kill()
+            self._fork_server.process.terminate()
         if self._phase in {_Phase.STARTING, _Phase.RUNNING}:
             passed_on = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
             self._begin_stop(passed_on, self._plan.grace_s, requested_by=number)
@@ -458,6 +468,9 @@ class _JobRun:
         asked = (rank.index for rank in self._ranks if rank.end is None and rank.index != spare)
         self._stop = _Stop(frozenset(asked), time.monotonic() + grace_s, requested_by)
         self._fork_server.send(Signal(number, skip=spare))
+        if all(rank.end is not None for rank in self._ranks):
+            # The fork server waits for other nodes, and does not listen any more.
+            self._fork_server.process.terminate()
 
     def _kill(self) -> None:
         if self._phase is _Phase.STOPPING:

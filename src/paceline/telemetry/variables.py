@@ -4,6 +4,8 @@ anything else.
 
 from __future__ import annotations
 
+import math
+
 from paceline.errors import ConfigError
 
 __all__ = ["RUN_ID", "SCRIPT", "STALL_AFTER", "TRACE", "WATCHED", "stall_after_s"]
@@ -25,8 +27,8 @@ def stall_after_s(text: str | None) -> float:
     try:
         seconds = float(text)
     except ValueError:
-        seconds = -1.0
-    if seconds < 0:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
         raise ConfigError(
             f"{STALL_AFTER} (--stall-after) must be a number of seconds, or 0 for never, "
             f"not {text!r}"

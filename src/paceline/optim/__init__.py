@@ -1,0 +1,15 @@
+"""Optimizers with torch's names, arguments and state, whose step is one pass over memory.
+
+    optimizer = paceline.optim.AdamW(model.parameters(), lr=3e-4)
+
+They are subclasses of torch's: schedulers, hooks, `GradScaler`, `state_dict` and everything else
+that works with those works with these, and a checkpoint of one loads into the other.
+"""
+
+from __future__ import annotations
+
+from paceline.optim.adagrad import Adagrad
+from paceline.optim.adam import Adam, AdamW
+from paceline.optim.sgd import SGD
+
+__all__ = ["SGD", "Adam", "AdamW", "Adagrad"]

@@ -1,0 +1,86 @@
+"""Ranks that wait for each other in different calls are told so, all of them, and by name."""
+
+from __future__ import annotations
+
+import functools
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import paceline
+from tests.harness import init_group, run_ranks
+
+
+def all_reduce_asynchronously():
+    dist.all_reduce(torch.ones(1), async_op=True).wait()
+
+
+CALLS = {
+    "all_reduce of 1 float32, SUM": lambda other: dist.all_reduce(torch.ones(1)),
+    "all_reduce of 1 float32": lambda other: all_reduce_asynchronously(),
+    "barrier": lambda other: dist.barrier(),
+    "all_gather of 8 bytes": lambda other: dist.all_gather_object([None] * 3, "x"),
+    "forward or backward of a DistributedDataParallel model with the parameters 0.weight": (
+        lambda other: other.backward()
+    ),
+}
+
+
+def diverge(rank, world, call, late_s, backward_ranks):
+    init_group("paceline", timeout=timedelta(seconds=60))
+    model = paceline.DistributedDataParallel(torch.nn.Linear(3, 1))
+    other = paceline.DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(3, 1)))
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    loss, other_loss = model(torch.ones(2, 3)).sum(), other(torch.ones(2, 3)).sum()
+    if rank in backward_ranks:
+        make_call = loss.backward
+    else:
+        time.sleep(late_s)
+        make_call = functools.partial(CALLS[call], other_loss)
+    with pytest.raises(paceline.MismatchError) as caught:
+        make_call()
+    with pytest.raises(paceline.MismatchError):
+        dist.barrier()  # what was begun cannot be undone
+    return str(caught.value), caught.value.values
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_backward_here_another_call_there(call):
+    for message, values in run_ranks(3, diverge, call, 0.0, [0, 2]):
+        assert values[0].startswith("forward or backward of a DistributedDataParallel model with")
+        assert values[0].endswith("weight, bias")
+        assert values[1].startswith(call)
+        assert values[2] == values[0]
+        assert all(f"rank {rank}: {value}" in message for rank, value in values.items())
+        assert "same calls in the same order" in message
+
+
+def test_ranks_that_come_later_are_told_too():
+    for _, values in run_ranks(2, diverge, "barrier", 2.0, [0]):
+        assert values[1].startswith("barrier")
+
+
+def overlap(rank, world):
+    """A call in the background and a slow rank: nobody waits in the wrong place."""
+    init_group("paceline", timeout=timedelta(seconds=60))
+    model = paceline.DistributedDataParallel(torch.nn.Linear(3, 1))
+    for _ in range(2):
+        model(torch.ones(2, 3)).sum().backward()
+    loss, total = model(torch.ones(2, 3)).sum(), torch.ones(1)
+    if rank == 0:
+        loss.backward()
+        work = dist.all_reduce(total, async_op=True)
+    else:
+        work = dist.all_reduce(total, async_op=True)
+        time.sleep(1.6)
+        loss.backward()
+    work.wait()
+    assert total == world
+
+
+def test_a_call_in_the_background_is_no_divergence():
+    run_ranks(2, overlap)
