@@ -450,6 +450,39 @@ def test_schedulers_averages_and_evaluation_in_between():
     assert int(saved["average"]["n_averaged"]) == 6
 
 
+def test_optimizers_of_our_own():
+    def parts():
+        model = network()
+        return make(model, paceline.optim.AdamW(model.parameters(), lr=0.1))
+
+    def train(model, optimizer, training, until):
+        for _ in training.epochs(10):
+            for batch in training.batches():
+                step(model, batch, optimizer)
+                if training.step == until:
+                    return
+        raise AssertionError
+
+    whole, first, second = parts(), parts(), parts()
+    train(*whole, 5)
+    train(*first, 2)
+    second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+    train(*second, 5)
+    assert weights(whole[0]) == weights(second[0])
+    model, optimizer, training = parts()
+    batches = training.batches()
+    for x, y in next(batches).shards():
+        F.mse_loss(model(x), y).backward()
+        with pytest.raises(StepError, match="inside the loop"):
+            optimizer.step()
+
+
+def test_a_batch_outside_of_its_loop():
+    batch = next(make()[2].batches())
+    with pytest.raises(StepError, match=r"the loop over training.batches\(\) is over"):
+        next(batch.shards())
+
+
 def test_models_that_return_a_loss():
     class WithLoss(nn.Module):
         def __init__(self):

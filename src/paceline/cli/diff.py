@@ -1,4 +1,4 @@
-"""`paceline diff A B`: where two logs of `training.digest()` part, the first step and its tensors."""
+"""`paceline diff A B`: where two logs of `training.digest()` part: the step, and in what."""
 
 from __future__ import annotations
 

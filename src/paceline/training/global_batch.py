@@ -175,5 +175,12 @@ class GlobalBatch:
     def _input(self, index: int) -> Any:
         # Kept for another pass over the batch.
         while len(self._loaded) <= index:
-            self._loaded.append(align_inputs(next(self._inputs)))
+            try:
+                inputs = next(self._inputs)
+            except StopIteration:
+                raise StepError(
+                    f"the loop over training.batches() is over, so that no more shards of step "
+                    f"{self.step} can be loaded: use a batch inside that loop"
+                ) from None
+            self._loaded.append(align_inputs(inputs))
         return self._loaded[index]
