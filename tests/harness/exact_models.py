@@ -155,6 +155,23 @@ def adamw(model):
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+def wide():
+    """Gradients that are too large to be worth copying, one of them not used by every shard."""
+    return nn.ModuleDict(
+        {"a": nn.Linear(16, 20000), "b": nn.Linear(20000, 16, bias=False), "c": nn.Linear(16, 5)}
+    )
+
+
+def classify_wide(model, training, batch, optimizer):
+    for x, y in batch.shards():
+        hidden = model["b"](model["a"](x).relu()) if x[0, 0] > -1 else x
+        loss = F.cross_entropy(model["c"](hidden), y)
+        loss.backward()
+        batch.log(loss=loss)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 CASES = {
     "mlp": Case(
         lambda: nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 5)),

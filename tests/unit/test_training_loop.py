@@ -14,13 +14,18 @@ import re
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline import ConfigError, PacelineError, StepError
+from paceline import ConfigError, MismatchError, PacelineError, StepError
+from paceline.cli import main
 from paceline.training import input_alignment, shard_buffers
+from paceline.training.audit import AuditPlan
+from paceline.training.shard_plan import ShardPlan, deal
 from tests.harness import exact_models
 
 SAMPLES, BATCH = 22, 8
@@ -445,6 +450,39 @@ def test_schedulers_averages_and_evaluation_in_between():
     assert int(saved["average"]["n_averaged"]) == 6
 
 
+def test_optimizers_of_our_own():
+    def parts():
+        model = network()
+        return make(model, paceline.optim.AdamW(model.parameters(), lr=0.1))
+
+    def train(model, optimizer, training, until):
+        for _ in training.epochs(10):
+            for batch in training.batches():
+                step(model, batch, optimizer)
+                if training.step == until:
+                    return
+        raise AssertionError
+
+    whole, first, second = parts(), parts(), parts()
+    train(*whole, 5)
+    train(*first, 2)
+    second[2].load_state_dict(copy.deepcopy(first[2].state_dict()))
+    train(*second, 5)
+    assert weights(whole[0]) == weights(second[0])
+    model, optimizer, training = parts()
+    batches = training.batches()
+    for x, y in next(batches).shards():
+        F.mse_loss(model(x), y).backward()
+        with pytest.raises(StepError, match="inside the loop"):
+            optimizer.step()
+
+
+def test_a_batch_outside_of_its_loop():
+    batch = next(make()[2].batches())
+    with pytest.raises(StepError, match=r"the loop over training.batches\(\) is over"):
+        next(batch.shards())
+
+
 def test_models_that_return_a_loss():
     class WithLoss(nn.Module):
         def __init__(self):
@@ -581,6 +619,92 @@ def test_other_data_is_refused():
     other = paceline.DataLoader(data(), BATCH, shuffle=True, seed=9)
     with pytest.raises(ConfigError, match="seed was 0 and is now 9"):
         make(loader=other)[2].load_state_dict(saved)
+
+
+# --- audits -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["cnn", "embedding", "gan"])
+def test_audits_of_a_single_process_change_nothing(name):
+    assert exact_models.train(name, 5, audit_every=2) == exact_models.train(name, 5)
+
+
+def test_an_audit_finds_code_that_depends_on_who_runs_it():
+    model, _, training = make(audit_every=2)
+    calls = []
+
+    def run(batch):
+        for x, y in batch.shards():
+            calls.append(x)
+            (F.mse_loss(model(x), y) * len(calls)).backward()
+
+    batches = training.batches()
+    run(next(batches))
+    assert len(calls) == 4
+    with pytest.raises(MismatchError, match=r"audit of step 1, pass 0: .* gradients of 0.weight"):
+        run(next(batches))
+    assert len(calls) == 9
+
+
+def test_metrics_of_an_audited_shard_count_once():
+    def metrics(**options):
+        model, optimizer, training = make(**options)
+        found = []
+        for batch in training.batches():
+            step(model, batch, optimizer)
+            found.append(batch.metrics)
+        return found
+
+    assert metrics(audit_every=1) == metrics()
+
+
+@given(st.integers(1, 7), st.integers(1, 12), st.integers(0, 50), st.integers(1, 4))
+def test_an_audit_is_by_another_rank(world, shards, number, every):
+    deals = deal(ShardPlan(shards, shards).cut(shards).shards, world)
+    audit = AuditPlan(every, 0).audit_of(number, deals)
+    if (number + 1) % every:
+        assert audit is None
+    else:
+        (owner,) = [rank for rank, own in enumerate(deals) if audit.shard in own]
+        assert 0 <= audit.auditor < world
+        assert (audit.auditor != owner) is (world > 1)
+
+
+# --- finding differences ----------------------------------------------------------------------
+
+
+def logged(path, lr, prefix=""):
+    model = network(nn.BatchNorm1d(5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, training = make(model, optimizer)
+    lines = ["something else"]
+    for batch in training.batches():
+        backward(model, batch)
+        optimizer.param_groups[0]["lr"] = lr if training.step == 2 else 0.1
+        optimizer.step()
+        lines.append(prefix + training.digest())
+        optimizer.zero_grad()
+    path.write_text("\n".join(lines))
+
+
+def test_diff_names_the_first_step_and_tensors_that_differ(tmp_path, capsys):
+    logged(tmp_path / "a", 0.1)
+    logged(tmp_path / "b", 0.1, prefix="[0] ")
+    logged(tmp_path / "c", 0.2)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out == "no difference in 3 steps, 1 to 3\n"
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "c")]) == 1
+    first, second, *_ = capsys.readouterr().out.splitlines()
+    assert first.startswith("step 2 is the first that differs, in 7 of ")
+    assert second.startswith("  model.0.weight: ")
+
+
+def test_diff_of_what_is_no_log(tmp_path, capsys):
+    (tmp_path / "a").write_text("paceline digest {")
+    (tmp_path / "b").write_text("")
+    for name, problem in (("a", "cut off"), ("b", "no lines of digests"), ("c", "cannot be read")):
+        assert main(["diff", str(tmp_path / name), str(tmp_path / name)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 # --- mistakes ---------------------------------------------------------------------------------
@@ -723,6 +847,7 @@ def stock_sampler():
         (lambda: make(nn.LazyLinear(3), torch.optim.SGD([nn.Parameter()])), "run one forward"),
         (lambda: make(loader=paceline.DataLoader(data(), 3)), "cannot be cut into shards=4"),
         (lambda: make(threads=0), "threads must be at least 1"),
+        (lambda: make(audit_every=0), "audit_every must be at least 1"),
         (lambda: make(state={"x": 3}), r"state\['x'\] is a int without state_dict"),
         (several_models, "model must be a torch.nn.Module"),
         (lambda: make(optimizer="adam"), "must be a torch.optim.Optimizer"),

@@ -201,11 +201,11 @@ def test_metrics_are_means_over_samples():
 
 def test_seeds_differ_by_step_pass_and_shard():
     seeds = [
-        ShardSeeds(0, step, number, 4).of_shard(shard)
+        ShardSeeds(0, step, number).of_shard(shard)
         for step in range(3)
         for number in range(2)
         for shard in range(4)
     ]
-    after = [ShardSeeds(0, step, 0, 4).after for step in range(3)]
+    after = [ShardSeeds(0, step, 0).after for step in range(3)]
     assert len({*seeds, *after}) == 27
-    assert ShardSeeds(0, 2, 1, 4).of_shard(3) == seeds[-1]
+    assert ShardSeeds(0, 2, 1).of_shard(3) == seeds[-1]

@@ -32,6 +32,10 @@ _BENCHMARKS: dict[str, tuple[str, str]] = {
         "paceline.bench.bench_optim",
         "training steps with AdamW and SGD: torch's optimizers and paceline.optim",
     ),
+    "training": (
+        "paceline.bench.bench_training",
+        "training steps with a fixed number of shards against a bare loop and DDP",
+    ),
     "observe": (
         "paceline.bench.bench_telemetry",
         "what the status page and the timeline cost a step",

@@ -22,6 +22,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
     "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
     "report": ("paceline.cli.report", "make a page of a recorded timeline"),
+    "diff": ("paceline.cli.diff", "find where two runs of paceline.Training part"),
     "bench": (
         "paceline.cli.bench_command",
         "measure Paceline next to stock PyTorch on this machine",

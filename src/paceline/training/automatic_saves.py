@@ -20,7 +20,6 @@ from paceline.launch.save_agreement import NO_REQUEST, SaveRequest
 from paceline.launch.save_request import save_requested
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.group_exchange import Exchange
-from paceline.training.tensor_message import decode, encode
 
 __all__ = ["AutomaticSaves", "SaveEvery"]
 
@@ -116,8 +115,7 @@ class AutomaticSaves:
         return self._from_all(value)[0]
 
     def _from_all(self, value: Any) -> list[Any]:
-        messages = self._exchange.gather(encode({"value": value}))
-        return [decode(message)[0]["value"] for message in messages]
+        return [facts["value"] for facts, _ in self._exchange.gather({"value": value})]
 
     def _say(self, text: str) -> None:
         if self._exchange.rank == 0:
@@ -138,8 +136,8 @@ class _StepClock:
         steps = max(1, step - self._since_step)
         left = math.ceil((self._interval_s - elapsed) / max(elapsed / steps, 1e-6))
         # At most as many steps again as were measured: the first ones may be slow.
-        messages = self._exchange.gather(encode({"left": min(max(left, 0), steps)}))
-        left = decode(messages[0])[0]["left"]
+        (facts, _), *_ = self._exchange.gather({"left": min(max(left, 0), steps)})
+        left = facts["left"]
         if left > 0:
             self._look_at = step + left
             return False

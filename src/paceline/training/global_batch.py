@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from paceline.errors import StepError
+from paceline.training.audit import Audit
 from paceline.training.input_alignment import align_inputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
 from paceline.training.shard_plan import BatchPlan, Shard
@@ -43,20 +44,25 @@ class GlobalBatch:
         step: int,
         plan: BatchPlan,
         own: Sequence[Shard],
+        audit: Audit | None,
         inputs: Iterator[Any],
         setting: PassSetting,
         seeds: Callable[[int], ShardSeeds],
         on_complete: Callable[[PassResult], None],
     ) -> None:
         self.epoch, self.number, self.step, self.samples = epoch, number, step, plan.samples
-        self._plan, self._own, self._inputs = plan, own, inputs
+        self._plan, self._audit, self._inputs = plan, audit, inputs
+        is_auditor = audit is not None and audit.auditor == setting.exchange.rank
+        # The shard of another rank that is computed here as well comes last.
+        self._work = [(shard, False) for shard in own]
+        self._work += [(audit.shard, True)] if audit is not None and is_auditor else []
         self._setting, self._seeds, self._on_complete = setting, seeds, on_complete
         self._loaded: list[Any] = []
         self._passes = 0
         self._state = _State.NOT_BEGUN
         self._metrics: dict[str, float] = {}
         self._pass: ShardPass | None = None
-        self._shard: Shard | None = None
+        self._in_shard = False
         seed_generators(seeds(0).before)
 
     def shards(self) -> Iterator[Any]:
@@ -75,23 +81,25 @@ class GlobalBatch:
         self._state = _State.IN_LOOP
         seeds = self._seeds(self._passes)
         work = self._pass = ShardPass(
-            self._setting, self._plan, seeds, step=self.step, number=self._passes
+            self._setting, self._plan, seeds, self._audit, step=self.step, number=self._passes
         )
         self._passes += 1
         failure: StepError | None = None
         try:
-            for index, shard in enumerate(self._own):
+            for index, (shard, is_audit) in enumerate(self._work):
                 inputs = self._input(index)
-                self._shard = shard
                 work.begin(shard)
+                self._in_shard = True
                 yield inputs
+                self._in_shard = False
+                if is_audit:
+                    work.end_audit(shard)
+                    continue
                 try:
                     work.end(shard)
                 except StepError as error:
                     failure = error
                     break
-                finally:
-                    self._shard = None
         except GeneratorExit:
             self._state = _State.LEFT_EARLY
             raise
@@ -109,12 +117,12 @@ class GlobalBatch:
         Raises:
             StepError: this is not inside the loop over `shards()`, or a name was logged twice.
         """
-        if self._pass is None or self._shard is None:
+        if self._pass is None or not self._in_shard:
             raise StepError(
                 f"batch.log({', '.join(metrics)}) belongs inside the loop over batch.shards()"
             )
         for name, value in metrics.items():
-            self._pass.log(self._shard, name, value)
+            self._pass.log(name, value)
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -154,7 +162,7 @@ class GlobalBatch:
         """At the end of the loop's body: take the inputs that nobody wanted from the loader."""
         self.check_not_in_loop("The next batch was asked for")
         if self._state is _State.NOT_BEGUN:
-            for index in range(len(self._own)):
+            for index in range(len(self._work)):
                 self._input(index)
             self._on_complete(PassResult({}, set()))
         self.release_inputs()
@@ -167,5 +175,12 @@ class GlobalBatch:
     def _input(self, index: int) -> Any:
         # Kept for another pass over the batch.
         while len(self._loaded) <= index:
-            self._loaded.append(align_inputs(next(self._inputs)))
+            try:
+                inputs = next(self._inputs)
+            except StopIteration:
+                raise StepError(
+                    f"the loop over training.batches() is over, so that no more shards of step "
+                    f"{self.step} can be loaded: use a batch inside that loop"
+                ) from None
+            self._loaded.append(align_inputs(inputs))
         return self._loaded[index]

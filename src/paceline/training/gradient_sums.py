@@ -44,12 +44,18 @@ SPARSE = "s"
 
 # Types in which sums would lose too much, and those in which they are taken instead.
 SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
+_SUMMED_AS_THEY_ARE = {torch.float32, torch.float64}
 
 
 def summand(gradient: torch.Tensor | None) -> torch.Tensor | None:
     """A gradient in the form in which it is summed."""
-    if gradient is None:
-        return None
+    # Nearly always: this runs for every gradient of every shard.
+    if gradient is None or (
+        gradient.dtype in _SUMMED_AS_THEY_ARE
+        and gradient.layout is torch.strided
+        and not gradient.requires_grad
+    ):
+        return gradient
     gradient = gradient.detach()
     if gradient.is_sparse:
         return gradient.coalesce()

@@ -1,31 +1,42 @@
 """How ranks bring the parts of a pass together: alone, or on any process group of torch.
 
-Two steps. `gather` brings every rank's message to all. `sum_nodes` adds gradients in the order of
-the tree: each rank gets its slice of every node from those who hold one (all-to-all), adds these,
-and all get all slices (all-gather). That moves as many bytes as an all-reduce where every rank
-holds one node, as it does when the numbers of shards and of ranks are powers of two. The group only
-moves bytes: no sum is left to it.
+Two steps. `gather` brings every rank's message to all. `average_nodes` adds gradients in the order
+of the tree: each rank gets its slice of every node from those who hold one (all-to-all), adds
+these, and all get all slices (all-gather). That moves as many bytes as an all-reduce where every
+rank holds one node, as it does when the numbers of shards and of ranks are powers of two. The group
+only moves bytes: no sum is left to it.
+
+Two ranks that hold one node each are an exception. Only one sum is left, of two numbers, which has
+one order: there the group's all-reduce will do, for large gradients where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
 
-from paceline._torch_internals import device_types_of, foreach_copy_
+from paceline._torch_internals import device_types_of, foreach_copy_, foreach_div_
 from paceline.training.gradient_sums import Gradients
 from paceline.training.parameter_set import Forms
+from paceline.training.shard_plan import BatchPlan
+from paceline.training.tensor_message import decode, encode
 from paceline.training.tree_sum import Node, TreeSum
 
-__all__ = ["Exchange", "GroupExchange", "SingleRank"]
+__all__ = ["Exchange", "Facts", "GroupExchange", "Message", "SingleRank"]
 
 # Numbers between the beginnings of two gradients, at least: 64 bytes of float32.
 _STRIDE = 16
+# Gradients of this size and more are not copied where it can be avoided.
+_LARGE_BYTES = 1024 * 1024
 _FIRST_MESSAGE_BYTES = 4096
 _LENGTH_BYTES = 16
+
+
+Facts: TypeAlias = Mapping[str, Any]
+Message: TypeAlias = tuple[Facts, Sequence[torch.Tensor]]
 
 
 class Exchange(Protocol):
@@ -34,23 +45,24 @@ class Exchange(Protocol):
     rank: int
     size: int
 
-    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's message, in the order of ranks."""
+    def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
+        """Every rank's facts and tensors, in the order of ranks."""
 
-    def sum_nodes(
+    def average_nodes(
         self,
         own: Mapping[Node, Gradients],
         nodes: Sequence[Sequence[Node]],
         forms: Forms,
-        leaves: int,
+        plan: BatchPlan,
     ) -> Gradients:
-        """The sum of all ranks' nodes, which are used up. None in a node counts as zeros.
+        """The sum of all ranks' nodes, divided by the weight of all shards. Uses the nodes up; None
+        in one counts as zeros.
 
         Args:
             own: this rank's nodes.
             nodes: which nodes each rank has.
             forms: of each gradient.
-            leaves: how many shards there are.
+            plan: of the global batch.
         """
 
 
@@ -59,17 +71,20 @@ class SingleRank:
 
     rank, size = 0, 1
 
-    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
-        return [message]
+    def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
+        return [(facts, tensors)]
 
-    def sum_nodes(
+    def average_nodes(
         self,
         own: Mapping[Node, Gradients],
         nodes: Sequence[Sequence[Node]],
         forms: Forms,
-        leaves: int,
+        plan: BatchPlan,
     ) -> Gradients:
         (total,) = own.values()
+        present = [gradient for gradient in total if gradient is not None]
+        if present and plan.total_weight != 1:
+            foreach_div_(present, plan.total_weight)
         return total
 
 
@@ -82,9 +97,12 @@ class GroupExchange:
         self._message_bytes = _FIRST_MESSAGE_BYTES
         kinds = device_types_of(group)
         self._message_device = torch.device("cpu" if "cpu" in kinds else sorted(kinds)[0])
-        self._layouts: tuple[Forms, list[_FlatLayout]] = ((), [])
+        self._layouts: dict[int, tuple[Forms, list[_FlatLayout]]] = {}
 
-    def gather(self, message: torch.Tensor) -> list[torch.Tensor]:
+    def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
+        return [decode(message) for message in self._gather_bytes(encode(facts, tensors))]
+
+    def _gather_bytes(self, message: torch.Tensor) -> list[torch.Tensor]:
         # The length, then as much as fits: a longer message needs a second round, and from then on
         # there is room for it. All see all lengths, so all decide alike.
         length = torch.tensor([message.numel(), 0]).view(torch.uint8)
@@ -109,27 +127,52 @@ class GroupExchange:
         dist.all_gather(list(received), sent.to(self._message_device), group=self._group)
         return list(received.cpu())
 
-    def sum_nodes(
+    def average_nodes(
         self,
         own: Mapping[Node, Gradients],
         nodes: Sequence[Sequence[Node]],
         forms: Forms,
-        leaves: int,
+        plan: BatchPlan,
     ) -> Gradients:
-        if self._layouts[0] is not forms:
-            self._layouts = (forms, _flat_layouts(forms, self.size))
         total: Gradients = [None] * len(forms)
-        for layout in self._layouts[1]:
+        if self.size == 2 and [len(each) for each in nodes] == [1, 1]:
+            (gradients,) = own.values()
+            self._average_pair(gradients, forms, plan.total_weight, total)
+            return total
+        for layout in self._flat_layouts(forms, range(len(forms))):
             flat = [layout.flatten(own[node]) for node in nodes[self.rank]]
-            layout.unflatten(self._sum_flat(flat, nodes, layout, leaves), total)
+            layout.unflatten(self._average_flat(flat, nodes, layout, plan), total)
         return total
 
-    def _sum_flat(
+    def _average_pair(
+        self, gradients: Gradients, forms: Forms, total_weight: int, total: Gradients
+    ) -> None:
+        """The mean from this rank's node and the other's."""
+        small = [number for number, form in enumerate(forms) if form.nbytes < _LARGE_BYTES]
+        for layout in self._flat_layouts(forms, small):
+            flat = layout.flatten(gradients)
+            dist.all_reduce(flat, group=self._group)
+            layout.unflatten(flat.div_(total_weight), total)
+        for number in sorted(set(range(len(forms))) - set(small)):
+            gradient = forms[number].laid_out(gradients[number])
+            dist.all_reduce(gradient.as_strided((gradient.numel(),), (1,)), group=self._group)
+            total[number] = gradient.div_(total_weight)
+
+    def _flat_layouts(self, forms: Forms, members: Sequence[int]) -> list[_FlatLayout]:
+        # The same in nearly every pass. Members are all of them or the small ones, so that their
+        # number says which.
+        made_for, layouts = self._layouts.get(len(members), ((), []))
+        if made_for is not forms:
+            layouts = _flat_layouts(forms, members, self.size)
+            self._layouts[len(members)] = (forms, layouts)
+        return layouts
+
+    def _average_flat(
         self,
         own: list[torch.Tensor],
         nodes: Sequence[Sequence[Node]],
         layout: _FlatLayout,
-        leaves: int,
+        plan: BatchPlan,
     ) -> torch.Tensor:
         slice_length = layout.length // self.size
         counts = [len(each) for each in nodes]
@@ -151,15 +194,16 @@ class GroupExchange:
             group=self._group,
         )
         del sent
-        # 2. The sum of this rank's slice, in the order of the tree.
-        tree = TreeSum[torch.Tensor](leaves, lambda left, right: left.add_(right))
+        # 2. The mean of this rank's slice, summed in the order of the tree.
+        tree = TreeSum[torch.Tensor](len(plan.shards), lambda left, right: left.add_(right))
         every = [node for each in nodes for node in each]
         for node, part in zip(every, received.split(slice_length), strict=True):
             tree.add_node(node, part)
         # 3. All slices to all.
-        total = layout.new(layout.length)
-        dist.all_gather(list(total.split(slice_length)), tree.root, group=self._group)
-        return total
+        mean = layout.new(layout.length)
+        own_slice = tree.root.div_(plan.total_weight)
+        dist.all_gather(list(mean.split(slice_length)), own_slice, group=self._group)
+        return mean
 
 
 class _FlatLayout:
@@ -209,11 +253,11 @@ class _FlatLayout:
         ]
 
 
-def _flat_layouts(forms: Forms, ranks: int) -> list[_FlatLayout]:
-    members: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for number, form in enumerate(forms):
-        members.setdefault((form.dtype, form.device), []).append(number)
-    return [_FlatLayout(forms, numbers, ranks) for numbers in members.values()]
+def _flat_layouts(forms: Forms, members: Sequence[int], ranks: int) -> list[_FlatLayout]:
+    alike: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for number in members:
+        alike.setdefault((forms[number].dtype, forms[number].device), []).append(number)
+    return [_FlatLayout(forms, numbers, ranks) for numbers in alike.values()]
 
 
 def _rounded_up(length: int, multiple: int) -> int:

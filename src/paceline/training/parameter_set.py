@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline.training.gradient_sums import DENSE, SUMMED_AS, GradientKinds
 
@@ -23,6 +24,18 @@ class GradientForm:
     dtype: torch.dtype
     device: torch.device
 
+    @property
+    def nbytes(self) -> int:
+        """Its size in memory."""
+        return self.numel * self.dtype.itemsize
+
+    def laid_out(self, gradient: torch.Tensor | None) -> torch.Tensor:
+        """A gradient with the strides of this form: itself, nearly always. None becomes zeros."""
+        if gradient is not None and gradient.stride() == self.strides:
+            return gradient
+        new = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        return new.zero_() if gradient is None else new.copy_(gradient)
+
 
 Forms: TypeAlias = tuple[GradientForm, ...]
 
@@ -35,14 +48,25 @@ class ParameterSet:
         self.names = [name for name, _ in named]
         self.parameters = [parameter for _, parameter in named]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
+        self._all = {*self.parameters, *self._frozen}
+        self._counts: dict[Optimizer, int] = {}
         self._forms: dict[GradientKinds, Forms] = {}
 
-    def is_that_of(self, model: nn.Module) -> bool:
-        """Whether the model's parameters are still these."""
-        current = [p for p in model.parameters() if p.requires_grad]
-        return len(current) == len(self.parameters) and all(
-            one is other for one, other in zip(current, self.parameters, strict=True)
+    def has_changed(self) -> bool:
+        """Whether a parameter was frozen or unfrozen since."""
+        return not all(p.requires_grad for p in self.parameters) or any(
+            p.requires_grad for p in self._frozen
         )
+
+    def has_all_of(self, optimizer: Optimizer) -> bool:
+        """Whether all of an optimizer's parameters are among these or frozen ones."""
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        # Looked at again when there are more or fewer of them.
+        if self._counts.get(optimizer) != count:
+            if not all(p in self._all for group in optimizer.param_groups for p in group["params"]):
+                return False
+            self._counts[optimizer] = count
+        return True
 
     def has_late_gradients(self) -> bool:
         """Whether a parameter has a gradient that required none when the pass began."""

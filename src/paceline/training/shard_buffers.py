@@ -84,6 +84,11 @@ class ShardBuffers:
             buffer.set(self._tensors[number], start)
         self.changed[shard.number] = values
 
+    def put_back(self) -> None:
+        """Forget what was changed since."""
+        for buffer, tensor, start in zip(self._buffers, self._tensors, self._start, strict=True):
+            buffer.set(tensor, start)
+
     def finish(self, changed: Mapping[int, BufferValues]) -> set[str]:
         """Set the buffers from what all shards changed; returns the names of those."""
         numbers = sorted({number for values in changed.values() for number in values})

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from paceline._torch_internals import foreach_div_
 from paceline.training.gradient_sums import (
     NO_GRADIENT,
     GradientKinds,
@@ -18,7 +17,6 @@ from paceline.training.gradient_sums import (
     merged_kinds,
     summand,
     weighted,
-    with_values,
 )
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.tree_sum import Node, TreeSum
@@ -30,7 +28,7 @@ class ShardGradients:
     """The gradients of this rank's shards in one pass."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: BatchPlan) -> None:
-        self._parameters, self._total_weight = parameters, plan.total_weight
+        self._parameters = parameters
         # Those of passes before, to which this one's are added: accumulation.
         self._carried = [parameter.grad for parameter in parameters]
         self._tree = TreeSum[Gradients](len(plan.shards), add_gradients)
@@ -65,26 +63,25 @@ class ShardGradients:
         for parameter, carried in zip(self._parameters, self._carried, strict=True):
             parameter.grad = carried
 
-    def finish(self, total: Gradients) -> None:
-        """Set `.grad` from the sums over all shards. Uses them up."""
-        dense = [gradient for gradient in total if gradient is not None and not gradient.is_sparse]
+    def finish(self, means: Gradients) -> None:
+        """Set `.grad` from the means over all shards. Uses them up."""
         with torch.no_grad():
-            if dense and self._total_weight != 1:
-                foreach_div_(dense, self._total_weight)
-            every = zip(self._parameters, total, self._carried, strict=True)
-            for parameter, gradient, carried in every:
-                parameter.grad = carried
-                if gradient is not None:
-                    mean = self._mean(parameter, gradient)
-                    parameter.grad = mean if carried is None else _accumulated(carried, mean)
+            every = zip(self._parameters, means, self._carried, strict=True)
+            for parameter, mean, carried in every:
+                if mean is None:
+                    parameter.grad = carried
+                    continue
+                gradient = _as_gradient_of(parameter, mean)
+                parameter.grad = gradient if carried is None else _accumulated(carried, gradient)
 
-    def _mean(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """The final value in the type of the parameter; dense sums are divided already."""
-        if gradient.is_sparse:
-            return with_values(gradient, gradient.values() / self._total_weight)
-        if parameter.is_complex():
-            gradient = torch.view_as_complex(gradient)
-        return gradient.to(parameter.dtype)
+
+def _as_gradient_of(parameter: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
+    """The mean in the type of the parameter."""
+    if mean.dtype is parameter.dtype:
+        return mean
+    if parameter.is_complex():
+        mean = torch.view_as_complex(mean)
+    return mean.to(parameter.dtype)
 
 
 def _accumulated(carried: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:

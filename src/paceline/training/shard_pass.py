@@ -5,7 +5,7 @@ all.
       ...           the script's forward and backward
     end(shard)      gradients go into the tree; buffers and metrics are kept
     complete()      1. every rank's message: which shards it has, buffers, metrics, sparse gradients
-                    2. dense gradients, summed in the order of the tree
+                    2. dense gradients, averaged in the order of the tree
                     3. `.grad`, buffers and metrics are set, the same on every rank
 
 Nothing is applied before all shards are in. A rank whose shard fails takes part in the first
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from paceline.errors import MismatchError, StepError
+from paceline.training.audit import Audit, Digests, check_audit, digests_of
 from paceline.training.gradient_sums import (
     DENSE,
     SPARSE,
@@ -29,6 +30,7 @@ from paceline.training.gradient_sums import (
     Gradients,
     add_gradients,
     merged_kinds,
+    with_values,
 )
 from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
@@ -37,7 +39,6 @@ from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuff
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.shard_random import ShardSeeds, seed_generators
-from paceline.training.tensor_message import decode, encode
 from paceline.training.tree_sum import Node, TreeSum, subtrees
 
 __all__ = ["PassResult", "PassSetting", "ShardPass"]
@@ -66,23 +67,32 @@ class ShardPass:
     """See the module's description. `step` and `number` say which pass this is, in messages."""
 
     def __init__(
-        self, setting: PassSetting, plan: BatchPlan, seeds: ShardSeeds, step: int, number: int
+        self,
+        setting: PassSetting,
+        plan: BatchPlan,
+        seeds: ShardSeeds,
+        audit: Audit | None,
+        *,
+        step: int,
+        number: int,
     ) -> None:
         self._setting, self._plan, self._seeds = setting, plan, seeds
+        self._audit, self._audited = audit, list[Digests]()
         self._step, self._number = step, number
         self._gradients = ShardGradients(setting.parameters.parameters, plan)
         self._buffers = ShardBuffers(setting.buffers, plan)
         self._logs: dict[int, MetricLog] = {}
+        self._log = MetricLog(0)
 
     def begin(self, shard: Shard) -> None:
         """Let a shard find everything as it would on any rank."""
         self._gradients.clear()
-        self._logs[shard.number] = MetricLog(shard.samples)
+        self._log = MetricLog(shard.samples)
         seed_generators(self._seeds.of_shard(shard.number))
 
-    def log(self, shard: Shard, name: str, value: float | torch.Tensor) -> None:
-        """Keep a metric of a shard."""
-        self._logs[shard.number].add(name, value)
+    def log(self, name: str, value: float | torch.Tensor) -> None:
+        """Keep a metric of the shard that was begun last."""
+        self._log.add(name, value)
 
     def end(self, shard: Shard) -> None:
         """Take what a shard has computed.
@@ -90,6 +100,8 @@ class ShardPass:
         Raises:
             StepError: it computed nothing, or in a way that cannot be repeated elsewhere.
         """
+        if self._audit is not None and self._audit.shard == shard:
+            self._audited.append(digests_of(self._setting.parameters.parameters))
         if not self._gradients.take(shard):
             raise StepError(
                 f"no parameter has a gradient after shard {shard.number}: call loss.backward() for "
@@ -107,24 +119,30 @@ class ShardPass:
                 "paceline.Training(threads=...) and do not call torch.set_num_threads()"
             )
         self._buffers.take(shard)
+        self._logs[shard.number] = self._log
+
+    def end_audit(self, shard: Shard) -> None:
+        """Take the digests of a shard that another rank has computed, too, and nothing else."""
+        self._audited.append(digests_of(self._setting.parameters.parameters))
+        self._gradients.clear()
+        self._buffers.put_back()
 
     def complete(self, failure: StepError | None = None) -> PassResult:
         """Exchange everything with the other ranks; on return `.grad` is final.
 
         Raises:
             StepError: a rank failed.
-            MismatchError: ranks are not in the same step.
+            MismatchError: ranks are not in the same step, or computed one shard differently.
         """
         try:
-            facts, tensors = self._own_message(failure)
-            received = self._setting.exchange.gather(encode(facts, tensors))
-            messages = [_Message(*decode(message)) for message in received]
+            received = self._setting.exchange.gather(*self._own_message(failure))
+            messages = [_Message(*message) for message in received]
             self._check(messages, failure)
-            total = self._sum(messages)
+            means = self._average(messages)
         except BaseException:
             self._gradients.put_back()
             raise
-        self._gradients.finish(total)
+        self._gradients.finish(means)
         by_shard = {
             number: values for message in messages for number, values in message.buffers.items()
         }
@@ -154,6 +172,7 @@ class ShardPass:
             "kinds": self._gradients.kinds(),
             "buffers": buffers,
             "sparse": sparse,
+            "audited": self._audited,
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
@@ -177,17 +196,21 @@ class ShardPass:
                     f"{message.failure}",
                     rank,
                 ) from failure
+        if self._audit is not None:
+            found = [
+                (rank, each) for rank, message in enumerate(messages) for each in message.audited
+            ]
+            names = self._setting.parameters.names
+            check_audit(self._place, self._audit.shard.number, found, names)
 
     # --- gradients --------------------------------------------------------------------------------
 
-    def _sum(self, messages: Sequence[_Message]) -> Gradients:
+    def _average(self, messages: Sequence[_Message]) -> Gradients:
         kinds = merged_kinds([message.kinds for message in messages])
-        sums: dict[int, torch.Tensor | None] = {}
-        sums.update(self._sum_dense(messages, kinds))
-        sums.update(self._sum_sparse(messages, kinds))
-        return [sums.get(number) for number in range(len(kinds))]
+        means = {**self._average_dense(messages, kinds), **self._average_sparse(messages, kinds)}
+        return [means.get(number) for number in range(len(kinds))]
 
-    def _sum_dense(
+    def _average_dense(
         self, messages: Sequence[_Message], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
@@ -199,15 +222,15 @@ class ShardPass:
             for node, gradients in self._gradients.nodes.items()
         }
         self._gradients.nodes.clear()
-        total = self._setting.exchange.sum_nodes(
+        means = self._setting.exchange.average_nodes(
             own,
             [subtrees(message.shards, leaves) for message in messages],
             self._setting.parameters.dense_forms(kinds),
-            leaves,
+            self._plan,
         )
-        return dict(zip(numbers, total, strict=True))
+        return dict(zip(numbers, means, strict=True))
 
-    def _sum_sparse(
+    def _average_sparse(
         self, messages: Sequence[_Message], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == SPARSE]
@@ -220,10 +243,12 @@ class ShardPass:
             for node in subtrees(message.shards, leaves):
                 tree.add_node(node, [message.sparse.get((node, number)) for number in numbers])
         parameters = self._setting.parameters.parameters
-        return {
-            number: None if gradient is None else gradient.to(parameters[number].device)
-            for number, gradient in zip(numbers, tree.root, strict=True)
-        }
+        means: dict[int, torch.Tensor | None] = {}
+        for number, total in zip(numbers, tree.root, strict=True):
+            if total is not None:
+                mean = with_values(total, total.values() / self._plan.total_weight)
+                means[number] = mean.to(parameters[number].device)
+        return means
 
 
 class _Message:
@@ -234,6 +259,7 @@ class _Message:
         self.failure: str | None = facts.get("failure")
         self.kinds: GradientKinds = facts.get("kinds", "")
         self.metrics = dict(facts.get("metrics", []))
+        self.audited: list[Digests] = facts.get("audited", [])
         following = iter(tensors)
         self.buffers: dict[int, BufferValues] = {
             shard: {number: next(following) for number in numbers}

@@ -4,10 +4,10 @@ whatever was drawn before.
 
 from __future__ import annotations
 
-import numpy as np
+import hashlib
+
 import torch
 
-from paceline.data.rng import derive_keys, random_bits
 from paceline.data.seeding import RngState, seed_all
 
 __all__ = ["ShardSeeds", "TrainingRandomState", "seed_generators"]
@@ -16,23 +16,26 @@ __all__ = ["ShardSeeds", "TrainingRandomState", "seed_generators"]
 class ShardSeeds:
     """The seeds for one pass over the shards of a global batch, and for the code around it."""
 
-    def __init__(self, seed: int, step: int, number: int, shards: int) -> None:
-        key = derive_keys(f"training/{number}", seed, step, 1)[0]
-        self._seeds: list[int] = random_bits(key, np.arange(shards + 2, dtype=np.uint64)).tolist()
+    def __init__(self, seed: int, step: int, number: int) -> None:
+        self._prefix = f"paceline/1/training/{seed}/{step}/{number}/"
 
     def of_shard(self, number: int) -> int:
         """The seed for forward and backward of a shard."""
-        return self._seeds[number]
+        return self._seed(str(number))
 
     @property
     def before(self) -> int:
         """The seed for what precedes the shards: the same on every rank."""
-        return self._seeds[-2]
+        return self._seed("before")
 
     @property
     def after(self) -> int:
         """The seed for what follows the shards: the same on every rank."""
-        return self._seeds[-1]
+        return self._seed("after")
+
+    def _seed(self, what: str) -> int:
+        digest = hashlib.blake2b((self._prefix + what).encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little")
 
 
 def seed_generators(seed: int) -> None:

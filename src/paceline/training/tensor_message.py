@@ -22,10 +22,10 @@ def encode(facts: Mapping[str, Any], tensors: Sequence[torch.Tensor] = ()) -> to
     """The message as a tensor of bytes in host memory."""
     forms = [[str(t.dtype).removeprefix("torch."), list(t.shape)] for t in tensors]
     header = json.dumps([facts, forms]).encode()
-    parts = [len(header).to_bytes(8, "little") + header]
-    message = torch.empty(_padded(len(parts[0])) + sum(map(_bytes_of, tensors)), dtype=torch.uint8)
-    message[: len(parts[0])] = torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8)
-    at = _padded(len(parts[0]))
+    beginning = bytearray(len(header).to_bytes(8, "little") + header)
+    at = _padded(len(beginning))
+    message = torch.empty(at + sum(map(_bytes_of, tensors)), dtype=torch.uint8)
+    message[: len(beginning)] = torch.frombuffer(beginning, dtype=torch.uint8)
     for tensor in tensors:
         if tensor.numel():
             flat = tensor.detach().contiguous().view(-1).view(torch.uint8)

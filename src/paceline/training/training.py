@@ -17,7 +17,7 @@ shards are added in one fixed tree. So it does not matter who computes which of 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim import Optimizer
 
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
@@ -33,8 +34,9 @@ from paceline.data import DataLoader
 from paceline.data.batch_requests import BatchRange
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
-from paceline.errors import ConfigError, MismatchError, PacelineError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.rank_env import current_rank_and_world
+from paceline.training.audit import AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
@@ -53,7 +55,7 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
-from paceline.training.tensor_message import decode, encode
+from paceline.training.state_digest import digest_line, tensor_digest
 
 __all__ = ["Training"]
 
@@ -85,6 +87,9 @@ class Training:
             writes, in the background. SIGTERM saves and ends the loops.
         save_every: a number of steps, or a `datetime.timedelta`.
         keep: how many checkpoints are kept.
+        audit_every: every so many steps another rank computes one shard a second time. If it finds
+            other bytes, every rank raises `MismatchError`: a broken processor or memory is found,
+            or code that depends on who runs it.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -106,6 +111,7 @@ class Training:
         checkpoint: str | os.PathLike[str] | None = None,
         save_every: SaveEvery = None,
         keep: int = 3,
+        audit_every: int | None = None,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -118,6 +124,7 @@ class Training:
         self.model, self.loader = model, loader
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
         self.strict = strict
+        self._audits = AuditPlan(audit_every, seed)
         self._exchange = _exchange(shards)
         keep_freed_memory(self._exchange.size)
         align_model(model)
@@ -187,27 +194,26 @@ class Training:
         if self._epoch_done:
             self._begin_next_epoch()
         with self._training_environment():
-            buffers = named_buffers(self.model)
+            buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
             inputs = iter(self._inputs)
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
-                if not self._parameters.is_that_of(self.model):
+                if self._parameters.has_changed():
                     self._parameters = ParameterSet(self.model)
                 setting = PassSetting(
                     self.model, self._parameters, buffers, self._exchange, self.threads
                 )
-                step = self._step
+                step, deals = self._step, self._deals(number)
                 self._batch = GlobalBatch(
                     epoch=self._epoch,
                     number=number,
                     step=step,
                     plan=plan,
-                    own=self._own_shards(number),
+                    own=deals[self._exchange.rank],
+                    audit=self._audits.audit_of(step, deals),
                     inputs=inputs,
                     setting=setting,
-                    seeds=lambda pass_number, step=step: ShardSeeds(  # type: ignore[misc]
-                        self.seed, step, pass_number, self.shards
-                    ),
+                    seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
                 )
                 yield self._batch
@@ -264,19 +270,31 @@ class Training:
 
     def _ranges(self) -> Iterator[BatchRange]:
         """What this rank loads in the rest of the epoch, seen from now."""
-        epoch, numbers = self._epoch, range(self._batches_done, len(self._sampler))
+        epoch, first, step = self._epoch, self._batches_done, self._step
         return (
             BatchRange(epoch, number, shard.start, shard.stop)
-            for number in numbers
-            for shard in self._own_shards(number)
+            for number in range(first, len(self._sampler))
+            for shard in self._shards_to_load(number, step + number - first)
         )
 
-    def _own_shards(self, number: int) -> Sequence[Shard]:
-        plan = self._plan.cut(self._sampler.share(number).size)
-        return deal(plan.shards, self._exchange.size)[self._exchange.rank]
+    def _shards_to_load(self, number: int, step: int) -> list[Shard]:
+        deals = self._deals(number)
+        audit, rank = self._audits.audit_of(step, deals), self._exchange.rank
+        audited = [audit.shard] if audit is not None and audit.auditor == rank else []
+        return [*deals[rank], *audited]
 
-    def _before_optimizer_step(self, optimizer: object, args: Any, kwargs: Any) -> None:
+    def _deals(self, number: int) -> list[Sequence[Shard]]:
+        """Each rank's shards of a global batch."""
+        plan = self._plan.cut(self._sampler.share(number).size)
+        return deal(plan.shards, self._exchange.size)
+
+    def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
+        if self._batch is not None and not self._parameters.has_all_of(optimizer):
+            raise StepError(
+                "the optimizer has parameters that it or the model did not have when the loop over "
+                "training.batches() began: add parameters between epochs"
+            )
         if any(argument is not None for argument in (*args[1:], kwargs.get("closure"))):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step(closure) computes gradients by itself, which "
@@ -364,6 +382,19 @@ class Training:
                 gradient = torch.empty_like(parameter).copy_(gradient)
             parameter.grad = gradient
 
+    def digest(self) -> str:
+        """One line with a digest for every gradient, parameter, buffer and entry of an optimizer's
+        or other object's state. Print it in every step of two runs that should be the same, and
+        `paceline diff` tells where they part.
+
+        Raises:
+            StepError: this is inside the loop over `batch.shards()`.
+        """
+        state = self.state_dict()
+        # What is computed first comes first: there the cause is to be sought.
+        kinds = ("gradients", "buffers", "model", "optimizers", "state")
+        return digest_line(self._step, {kind: state[kind] for kind in kinds})
+
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write `state_dict()` to a file with `paceline.save`; all ranks call it."""
         checkpoint.save(path, training=self)
@@ -425,10 +456,13 @@ class Training:
         own = {
             "arguments": {**self._identity, **self._sampler.state_at(0, 0)},
             "fingerprint": self.fingerprint,
-            "model": _digest(self.model.state_dict().values()),
+            "model": [
+                tensor_digest(tensor)
+                for tensor in (*self.model.parameters(), *self.model.buffers())
+            ],
             "optimizers": repr([_hyperparameters(each) for each in self._optimizers.values()]),
         }
-        ranks = [decode(message)[0] for message in self._exchange.gather(encode(own))]
+        ranks = [facts for facts, _ in self._exchange.gather(own)]
         for name in ("arguments", "optimizers"):
             values = {rank: str(facts[name]) for rank, facts in enumerate(ranks)}
             if len(set(values.values())) > 1:
@@ -439,7 +473,7 @@ class Training:
         for rank, facts in enumerate(ranks):
             found = differences(ranks[0]["fingerprint"], facts["fingerprint"])
             _report_differences(f"rank {rank} differs from rank 0", found, self.strict)
-        if len({facts["model"] for facts in ranks}) > 1:
+        if any(facts["model"] != ranks[0]["model"] for facts in ranks):
             group = dist.group.WORLD
             assert group is not None
             broadcast(group, [*self.model.parameters(), *self.model.buffers()], 0)
@@ -496,17 +530,7 @@ def _report_differences(what: str, found: list[str], strict: bool) -> None:
     warnings.warn(message, stacklevel=4)
 
 
-def _digest(tensors: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and tensor.numel():
-            digest.update(
-                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-            )
-    return digest.hexdigest()
-
-
-def _hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, str]]:
+def _hyperparameters(optimizer: Optimizer) -> list[dict[str, str]]:
     return [
         {name: str(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups

@@ -1,0 +1,244 @@
+"""`paceline bench training`: what `paceline.Training` costs, by number of shards.
+
+Three ways to train the same model in the same processes, interleaved in short rounds; the time of
+one is the mean step of its best round, on the slowest rank:
+
+    bare       this rank's shards one after the other, their gradients kept apart, then a barrier:
+               what V small batches cost by themselves
+    training   `paceline.Training` with V shards
+    ddp        `paceline.DistributedDataParallel` with the whole share of a rank at once
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from paceline.bench.bench_tools import join_group, print_table, write_json
+from paceline.bench.models import Case, cases
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["add_arguments", "run"]
+
+_MODELS = ("mlp-64", "mlp-100-layers", "cnn-batchnorm", "mlp-17m", "transformer", "lstm")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--ranks", type=int, default=2, help="one thread each (default: 2)")
+    parser.add_argument("--rounds", type=int, default=10, help="rounds over all ways (default: 10)")
+    parser.add_argument(
+        "--models", default=",".join(_MODELS), help=f"comma-separated, of: {', '.join(_MODELS)}"
+    )
+    parser.add_argument(
+        "--shards-per-rank", default="1,2,4,8", help="comma-separated (default: 1,2,4,8)"
+    )
+    parser.add_argument("--backend", default="paceline", help="of the group (default: paceline)")
+    parser.add_argument("--json", metavar="FILE", help="write all figures here")
+
+
+def run(options: argparse.Namespace) -> int:
+    names = options.models.split(",")
+    if unknown := [name for name in names if name not in _MODELS]:
+        raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
+    per_rank = [int(count) for count in options.shards_per_rank.split(",")]
+
+    from torch.multiprocessing.spawn import start_processes
+
+    with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
+        result = os.path.join(directory, "result.json")
+        arguments = (
+            options.ranks,
+            options.backend,
+            names,
+            per_rank,
+            options.rounds,
+            directory,
+            result,
+        )
+        start_processes(_run_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
+        with open(result) as file:
+            figures: dict[str, Any] = json.load(file)
+    _print(figures, options.ranks)
+    if options.json:
+        write_json(options.json, figures)
+    return 0
+
+
+# --- on every rank ---------------------------------------------------------------------------
+
+
+def _run_rank(
+    rank: int,
+    world: int,
+    backend: str,
+    names: list[str],
+    per_rank: list[int],
+    rounds: int,
+    directory: str,
+    result: str,
+) -> None:
+    import torch.distributed as dist
+
+    join_group(backend, directory, rank, world)
+    figures = {name: _measure(cases()[name], per_rank, rounds) for name in names}
+    if rank == 0:
+        write_json(result, figures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measure(case: Case, per_rank: list[int], rounds: int) -> dict[str, float]:
+    """Mean step of the best round in microseconds, by variant: "ddp", "bare 4", "training 4"."""
+    import torch
+    import torch.distributed as dist
+
+    samples = len(case.batch())
+    # A shard has at least two samples, which BatchNorm needs.
+    counts = [count for count in per_rank if samples // count > 1]
+    steps: dict[str, Callable[[], object]] = {"ddp": _ddp_step(case)}
+    for count in counts:
+        steps[f"bare {count}"] = _bare_step(case, count)
+        steps[f"training {count}"] = _training_step(case, count)
+    for step in steps.values():
+        for _ in range(3):
+            step()
+    best = dict.fromkeys(steps, float("inf"))
+    for _ in range(rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            step()
+            best[name] = min(best[name], _mean_step_us(step, case.steps))
+    slowest = torch.tensor(list(best.values()))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(best, slowest.tolist(), strict=True))
+
+
+def _mean_step_us(step: Callable[[], object], steps: int) -> float:
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - started)
+    return statistics.fmean(times) * 1e6
+
+
+def _ddp_step(case: Case) -> Callable[[], object]:
+    import torch
+
+    import paceline
+
+    model = paceline.DistributedDataParallel(case.build())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batch = case.batch()
+
+    def step() -> None:
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _bare_step(case: Case, count: int) -> Callable[[], object]:
+    import torch
+    import torch.distributed as dist
+
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    shards = _shards_of(case.batch(), count)
+
+    def step() -> None:
+        for shard in shards:
+            optimizer.zero_grad()
+            model(shard).square().mean().backward()
+        dist.barrier()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _training_step(case: Case, count: int) -> Callable[[], object]:
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    torch.manual_seed(0)
+    model = case.build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    batch, world = case.batch(), dist.get_world_size()
+    dataset: Any = _Prepared(batch, world * 1000)
+    loader = paceline.DataLoader(dataset, len(batch) * world, collate_fn=_first, seed_samples=False)
+    training = paceline.Training(model, optimizer, loader, shards=count * world)
+
+    def train() -> Iterator[None]:
+        for _ in itertools.count():
+            for global_batch in training.batches():
+                for shard in global_batch.shards():
+                    model(shard).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                yield
+
+    return train().__next__
+
+
+class _Prepared:
+    """A dataset that costs nothing: every shard is the same few rows."""
+
+    def __init__(self, batch: torch.Tensor, batches: int) -> None:
+        self._batch, self._length = batch, len(batch) * batches
+        self._rows: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        count = len(indices)
+        if count not in self._rows:
+            self._rows[count] = self._batch[:count].clone()
+        return [self._rows[count]]
+
+
+def _first(samples: list[Any]) -> Any:
+    return samples[0]
+
+
+def _shards_of(batch: torch.Tensor, count: int) -> list[torch.Tensor]:
+    return [part.clone() for part in batch.tensor_split(count)]
+
+
+# --- the report ------------------------------------------------------------------------------
+
+
+def _print(figures: dict[str, dict[str, float]], ranks: int) -> None:
+    rows = []
+    for name, times in figures.items():
+        for count in [int(key.split()[1]) for key in times if key.startswith("bare")]:
+            bare, training = times[f"bare {count}"], times[f"training {count}"]
+            rows.append(
+                (
+                    name,
+                    str(count * ranks),
+                    f"{bare / 1e3:.3f} ms",
+                    f"{training / 1e3:.3f} ms",
+                    f"{training / bare:.3f}",
+                    f"{training / times['ddp']:.3f}",
+                )
+            )
+    print_table(
+        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
+        ("model", "shards", "bare loop", "training", "/ bare", "/ ddp"),
+        rows,
+        text_columns=("model",),
+    )

@@ -1,0 +1,58 @@
+"""Digests of tensors and of whole states: what two runs compare."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["DIGEST_LINE", "digest_line", "tensor_digest"]
+
+# How a line of digests begins, in a log among other lines.
+DIGEST_LINE = "paceline digest "
+_LONGEST_TEXT = 24
+
+
+def tensor_digest(tensor: torch.Tensor | None) -> str:
+    """16 hexadecimal digits for the bytes of a tensor; an empty text for None."""
+    if tensor is None:
+        return ""
+    digest = hashlib.blake2b(digest_size=8)
+    parts = [tensor]
+    if tensor.is_sparse:
+        tensor = tensor.coalesce()
+        parts = [tensor.indices(), tensor.values()]
+    for part in parts:
+        flat = part.detach().cpu().contiguous().view(-1)
+        if flat.numel():
+            digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def digest_line(step: int, state: Mapping[str, Any]) -> str:
+    """One line with a digest for everything in a state, by its path; numbers as they are."""
+    digests = {path: _shown(leaf) for path, leaf in _leaves(state, "")}
+    return DIGEST_LINE + json.dumps({"step": step, "digests": digests})
+
+
+def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _leaves(part, f"{path}.{name}" if path else str(name))
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            yield from _leaves(part, f"{path}.{number}")
+    else:
+        yield path, value
+
+
+def _shown(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        return tensor_digest(leaf)
+    text = repr(leaf)
+    if len(text) <= _LONGEST_TEXT:
+        return text
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
