@@ -431,6 +431,35 @@ def test_a_count_that_is_stated_in_part_is_an_error_on_every_rank(ranks, case, e
             raise outcome.error
 
 
+def go_on_after_half_stated(rank, world, layers):
+    """Every rank has raised, so all of them may go on."""
+    join_group()
+    torch.manual_seed(0)
+    model = paceline.DistributedDataParallel(
+        torch.nn.Sequential(*(torch.nn.Linear(3, 3) for _ in range(layers))).double(),
+        bucket_cap_mb=1e-4,
+    )
+    found = []
+    for half_stated in (False, False, True, False):
+        model.zero_grad()
+        count = contextlib.nullcontext() if not half_stated or rank else model.count(3)
+        expected = (
+            pytest.raises(paceline.MismatchError, match="rank 0 stated")
+            if half_stated
+            else contextlib.nullcontext()
+        )
+        with count, expected:
+            model(numbers(3, 3) + rank).square().mean().backward()
+        if not half_stated:
+            found.append(gradients(model))
+    assert torch.equal(found[0], found[-1])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_count_stated_on_one_rank_does_not_end_the_group(ranks, layers):
+    ranks(2, go_on_after_half_stated, layers)
+
+
 def stated_instead_of_known(rank, world):
     join_group()
     model = paceline.DistributedDataParallel(torch.nn.Linear(1, 1, bias=False).double())

@@ -614,8 +614,8 @@ class Reducer(BackwardObserver):
             raise calls_mismatch(signals, self.label, self._end_together(step, signals, detail))
         try:
             refuse_half_stated(signals, self.label)
-        except MismatchError:
-            self.abandon_step()
+        except MismatchError as error:
+            self._end_together(self.step or Step(Phase.EXCHANGING), signals, str(error))
             raise
         self._notice_unequal_counts(signals)
 
