@@ -29,6 +29,9 @@ class InPlaceBucket(DenseBucket):
     def prepare(self) -> None:
         """The gradient brings its memory."""
 
+    def restore_views(self) -> None:
+        """There are none: in each step the gradient is looked at anew."""
+
     def copy_in(self, position: int) -> None:
         """It stays where it is."""
 
