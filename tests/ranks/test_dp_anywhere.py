@@ -12,9 +12,10 @@ import select
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -210,6 +211,72 @@ def test_threads_take_turns():
             for result in [*map(threads.submit, [train] * len(inputs), inputs, expected)]:
                 result.result()
         assert len(model.worker_pids) == 1
+
+
+def test_parameters_asked_for_during_the_forward_of_another_thread_are_the_real_ones():
+    main, entered, may_end = os.getpid(), threading.Event(), threading.Event()
+
+    class Slow(nn.Linear):
+        def forward(self, x):
+            if os.getpid() == main:
+                entered.set()
+                assert may_end.wait(30)
+            return super().forward(x)
+
+    module = Slow(3, 2)
+    weight, bias = real = [*module.parameters()]
+    questions: list[Callable[[DataParallel], Sequence[torch.Tensor]]] = [
+        lambda model: [*model.parameters()],
+        lambda model: [parameter for _, parameter in model.named_parameters()],
+        lambda model: [*model.state_dict(keep_vars=True).values()],
+        lambda model: [model.weight, model.bias],
+    ]
+    with DataParallel(module, workers=2) as model, ThreadPoolExecutor(1) as thread:
+        for question in questions:
+            entered.clear(), may_end.clear()
+            forward = thread.submit(model, torch.randn(4, 3))
+            assert entered.wait(30)
+            # The answer comes when the forward has ended, or at once and then it is wrong.
+            end = threading.Timer(0.1, may_end.set)
+            end.start()
+            found = question(model)
+            end.join()
+            assert [*map(id, found)] == [*map(id, real)]
+            forward.result().sum().backward()
+        assert weight.grad is not None
+        torch.testing.assert_close(bias.grad, torch.full((2,), 4.0 * len(questions)))
+
+
+def test_a_whole_forward_of_workers_auto_is_not_disturbed_by_a_split_one():
+    main, paused, is_split, is_over = os.getpid(), *(threading.Event() for _ in range(3))
+    calls = 0
+
+    class Pausing(nn.Linear):
+        def forward(self, x):
+            nonlocal calls
+            calls += 1
+            if os.getpid() == main and calls == 4:  # the last one that is measured whole
+                paused.set()
+                is_split.wait(1)  # for ever, if others wait for their turn
+            elif os.getpid() == main and calls == 6:
+                is_split.set()
+                is_over.wait(30)
+            return super().forward(x)
+
+    model, x = DataParallel(Pausing(3, 2), workers="auto"), torch.randn(4, 3)
+    if model.workers == 1:
+        pytest.skip("one core: nothing is measured")
+    with model, ThreadPoolExecutor(2) as threads:
+        for _ in range(3):
+            model(x)
+        whole = threads.submit(model, x)
+        assert paused.wait(30)
+        later = threads.submit(lambda: [model(x) for _ in range(2)])
+        outputs = whole.result()
+        is_over.set()
+        later.result()
+        outputs.sum().backward()
+        torch.testing.assert_close(model.bias.grad, torch.full((2,), 4.0))
 
 
 def test_one_inside_another_is_the_module_it_wraps():

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any
 
@@ -115,12 +116,18 @@ class DataParallel(nn.Module):
                 "this DataParallel was closed; use the module itself, `model.module`, or wrap "
                 "it again"
             )
-        if self._executor is None or is_inside_replica():
+        executor, autotune = self._executor, self._autotune
+        if executor is None or is_inside_replica():
             return self._run_whole(inputs, kwargs)
-        if self._autotune is not None:
-            outputs = self._run_and_time(self._executor, self._autotune, inputs, kwargs)
+        if autotune is not None:
+            # One thread at a time, also where the batch stays whole: a split forward in another
+            # thread would put proxies in place of the parameters.
+            with self._module_at_rest():
+                if self._autotune is not autotune:  # over, by another thread's forward
+                    return self._run(inputs, kwargs)
+                outputs = self._run_and_time(executor, autotune, inputs, kwargs)
         else:
-            outputs = self._executor.run(inputs, kwargs)
+            outputs = executor.run(inputs, kwargs)
         if (note := self._scalars.take_note()) is not None:
             warnings.warn(note, stacklevel=5)
         return outputs
@@ -249,7 +256,8 @@ class DataParallel(nn.Module):
 
         `DataParallel(module).to(device)` runs on that device.
         """
-        moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
+        with self._module_at_rest():
+            moved = super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]  # torch's
         if not self._is_closed and isinstance(self._executor, ThreadExecutor) != bool(
             self._devices()
         ):
@@ -300,12 +308,38 @@ class DataParallel(nn.Module):
             # torch.compile asks every callable whether it is one of its own.
             if name == "module" or name in _NAMES_OF_COMPILED or name.startswith("_torchdynamo"):
                 raise
-            return getattr(self.module, name)
+            module = self.module
+            if name in module._parameters or name in module._buffers:
+                with self._module_at_rest():
+                    return getattr(module, name)
+            return getattr(module, name)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of any module; during another thread's forward this waits for its end."""
+        with self._module_at_rest():
+            return iter([*super().named_parameters(*args, **kwargs)])
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of any module; during another thread's forward this waits for its end."""
+        with self._module_at_rest():
+            return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Accepts the module's own names, and those with the prefix `module.` of `state_dict`."""
-        own = [f"module.{name}" for name in self.module.state_dict()]
-        return super().load_state_dict(align_names(state_dict, own), *args, **kwargs)
+        with self._module_at_rest():
+            own = [f"module.{name}" for name in self.module.state_dict()]
+            return super().load_state_dict(align_names(state_dict, own), *args, **kwargs)
+
+    def _module_at_rest(self) -> AbstractContextManager[Any]:
+        """A context in which no other thread's forward has proxies in place of the parameters.
+
+        A gradient taken of a proxy would be that of one replica. A replica's own forward works with
+        them and goes on; in a worker, nobody would ever release the lock it was forked with.
+        """
+        executor = self._executor
+        if isinstance(executor, ProcessExecutor) and not is_inside_replica():
+            return executor.module_at_rest()
+        return nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -99,6 +100,13 @@ class ProcessExecutor:
             f"the input refers to {unknown}, which worker processes cannot import; define it at "
             "the top level of a module that can be imported"
         )
+
+    def module_at_rest(self) -> AbstractContextManager[Any]:
+        """A context in which no other thread is in a forward: all parameters are in the module.
+
+        While a forward runs, the module holds proxies in their place.
+        """
+        return self._lock
 
     def refresh(self) -> None:
         """Start new workers at the next forward.
