@@ -1,7 +1,8 @@
-"""Six ways to hang: each gets one report that names the right rank and the right cause, in time.
+"""Seven ways to hang: each gets one report that names the right rank and the right cause, in time.
 
 A hang lasts until the test has read the diagnosis, so nothing here depends on how fast the machine
-is.
+is. Ranks of a `paceline` group that wait for each other in different calls of that group do not
+hang: an error on every rank names both calls.
 """
 
 from __future__ import annotations
@@ -25,13 +26,8 @@ LIMIT_S = 1.0
 # The promise is the limit and two seconds; the rest is for machines that are busy with other work.
 IN_TIME_S = LIMIT_S + 2.0 + 8.0
 PATIENCE_S = 100.0
-OPTIONS = (
-    "--stall-after",
-    str(LIMIT_S),
-    "--grace",
-    "2",
-    "--preload=torch,torch.distributed,torch._dynamo",
-)
+NEVER_S = 10 * PATIENCE_S
+OPTIONS = ("--grace=2", "--preload=torch,torch.distributed,torch._dynamo")
 
 # python train.py FOLDER BACKEND INIT_METHOD LATE HANG...
 TRAINING = """
@@ -99,6 +95,12 @@ TRAINING = """
     def extra():
         dist.barrier()
 
+    if "extra_in_another_group" in hangs:
+        another_group = dist.new_group()
+
+    def extra_in_another_group():
+        dist.barrier(another_group)
+
     for _ in range(3):
         step()
     for name in hangs:
@@ -163,12 +165,13 @@ class StandardErrors:
 
 
 @contextlib.contextmanager
-def hanging(folder, backend, late, *hangs, launcher=True, options=OPTIONS):
+def hanging(folder, backend, late, *hangs, launcher=True, stall_after=LIMIT_S):
     """A job of two ranks that goes from one hang to the next as the test releases it."""
     script = write_script(folder, TRAINING)
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context((folder / f"stderr-{index}").open("w")) for index in range(2)]
         if launcher:
+            options = (f"--stall-after={stall_after}", *OPTIONS)
             command = run_command(
                 script, str(folder), backend, "env", str(late), *hangs, options=options
             )
@@ -184,7 +187,7 @@ def hanging(folder, backend, late, *hangs, launcher=True, options=OPTIONS):
                 str(late),
                 *hangs,
             ]
-            env = {"PACELINE_STALL_AFTER": str(LIMIT_S), "WORLD_SIZE": "2"}
+            env = {"PACELINE_STALL_AFTER": str(stall_after), "WORLD_SIZE": "2"}
             jobs = [
                 stack.enter_context(
                     launched(command, {**env, "RANK": str(rank)}, stderr=files[rank])
@@ -249,22 +252,30 @@ def check_skipped(sentence, late, forwards):
     assert "Call backward on every rank in every step" in sentence
 
 
-def check_extra(sentence, stderr, late):
+def check_extra(sentence, stderr, late, line="in extra\n    dist.barrier()"):
     assert sentence.startswith(f"rank {late} has been in barrier (call ")
     assert f"which rank {1 - late} has not called: it is in all_reduce" in sentence
     assert "look for a call inside `if rank == ...`" in sentence
-    assert "in extra\n    dist.barrier()" in str(stderr)  # its stack
+    assert line in str(stderr)  # its stack
 
 
-@pytest.mark.parametrize(("backend", "last"), [("paceline", "skip"), ("gloo", "extra")])
+def check_extra_in_another_group(sentence, stderr, late):
+    line = "in extra_in_another_group\n    dist.barrier(another_group)"
+    check_extra(sentence, stderr, late, line)
+    assert sentence.startswith(f"rank {late} has been in barrier (call 1 of group ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "last"), [("paceline", "extra_in_another_group"), ("gloo", "extra")]
+)
 def test_sleep_loop_lock_and_stop_are_distinguished(tmp_path, backend, last):
     sentences, stderr = diagnose_each(tmp_path, backend, 1, last)
     check_late(sentences, stderr, 1, "all_reduce of bucket 0 (")
     assert all("head.bias" in sentences[hang] for hang in LATE)
-    if last == "skip":
-        check_skipped(sentences[last], 1, forwards=10)
-    else:
+    if last == "extra":
         check_extra(sentences[last], stderr, 1)
+    else:
+        check_extra_in_another_group(sentences[last], stderr, 1)
 
 
 def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_path):
@@ -274,7 +285,8 @@ def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("backend", "late", "last"), [("paceline", 1, "extra"), ("gloo", 0, "skip")]
+    ("backend", "late", "last"),
+    [("paceline", 1, "extra_in_another_group"), ("gloo", 0, "skip")],
 )
 def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, late, last):
     """The first rank reports; the next one does if that is stopped itself."""
@@ -283,7 +295,7 @@ def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, l
     if last == "skip":
         check_skipped(sentences[last], late, forwards=10)
     else:
-        check_extra(sentences[last], stderr, late)
+        check_extra_in_another_group(sentences[last], stderr, late)
     reports = [(tmp_path / f"stderr-{rank}").read_text().count("diagnosis: ") for rank in (0, 1)]
     assert reports == ([5, 0] if late == 1 else [4, 1])
 
@@ -293,9 +305,20 @@ def test_a_rank_that_skips_backward_on_gloo_is_named(tmp_path):
         check_skipped(stderr.wait_for(1, jobs), 1, forwards=6)
 
 
-def test_an_extra_collective_beside_shared_memory_is_named(tmp_path):
-    with hanging(tmp_path, "paceline", 1, "extra") as (jobs, stderr):
+def test_an_extra_collective_on_gloo_is_named(tmp_path):
+    with hanging(tmp_path, "gloo", 1, "extra") as (jobs, stderr):
         check_extra(stderr.wait_for(1, jobs), stderr, 1)
+
+
+@pytest.mark.parametrize("hang", ["skip", "extra"])
+def test_in_a_group_of_ours_an_error_on_every_rank_names_both_calls(tmp_path, hang):
+    with hanging(tmp_path, "paceline", 1, hang, launcher=False, stall_after=NEVER_S) as (jobs, _):
+        assert [job.wait(PATIENCE_S) for job in jobs] == [1, 1]
+    for rank in range(2):
+        shown = (tmp_path / f"stderr-{rank}").read_text()
+        assert "MismatchError: the ranks wait for each other in different calls" in shown
+        assert "  rank 0: forward or backward of a DistributedDataParallel model with the" in shown
+        assert "  rank 1: barrier (call " in shown
 
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo"])
@@ -336,9 +359,10 @@ def test_a_rank_that_does_not_join_the_group_is_named(tmp_path, join):
         {join}
         """,
     )
+    options = (f"--stall-after={LIMIT_S}", *OPTIONS)
     with (
         (tmp_path / "stderr-0").open("w") as file,
-        launched(run_command(script, options=OPTIONS), stderr=file) as job,
+        launched(run_command(script, options=options), stderr=file) as job,
     ):
         sentence = StandardErrors(tmp_path).wait_for(1, [job])
         job.process.terminate()

@@ -117,7 +117,6 @@ def _torchrun(name: str, default: str) -> str:
 def run(options: argparse.Namespace) -> int:
     _open_closed_streams()
     plan = _plan(options)
-    adopt_orphans()
     screen = Screen()
     output = Output(
         plan.ranks,
@@ -132,6 +131,7 @@ def run(options: argparse.Namespace) -> int:
         on_broken_pipe=lambda: supervisor.ask_to_stop(signal.SIGPIPE), on_room=supervisor.wake
     )
     _pass_signals_to(supervisor)
+    adopt_orphans()
     result = supervisor.run()
     if options.trace is not None:
         _write_timeline(options.trace, screen)
