@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from paceline._torch_internals import Work
+from paceline.ddp.group_transport import GroupTransport
 from paceline.ddp.signals import Call, Signal
 from paceline.ddp.transport import Transport, TransportMisuse, TransportState
 
@@ -150,3 +153,34 @@ def test_a_wait_that_raises_ends_the_operation(monkeypatch):
     with pytest.raises(ZeroDivisionError):
         transport.signals()
     assert transport.state is TransportState.IDLE
+
+
+class CompletesAsTheSliceEnds(Work):
+    """The first wait runs out; the call is complete before anybody can ask."""
+
+    def __init__(self, error=None):
+        super().__init__()
+        self.waits, self.error = 0, error
+
+    def wait(self, timeout=None):
+        self.waits += 1
+        if self.waits == 1:
+            raise RuntimeError("Operation timed out!")
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self):
+        return True
+
+
+def test_a_call_that_completes_as_its_slice_ends_is_no_timeout():
+    work = CompletesAsTheSliceEnds()
+    GroupTransport(Pair(), torch.device("cpu"))._wait(work)
+    assert work.waits == 2
+
+
+def test_a_call_that_fails_as_its_slice_ends_raises_its_own_error():
+    work = CompletesAsTheSliceEnds(RuntimeError("the needle"))
+    with pytest.raises(RuntimeError, match="the needle"):
+        GroupTransport(Pair(), torch.device("cpu"))._wait(work)

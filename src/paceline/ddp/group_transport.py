@@ -99,8 +99,13 @@ class GroupTransport(Transport):
                     work.wait() if sliced is None else sliced.wait(_SLICE)
                     return
                 except RuntimeError:
-                    if sliced is None or sliced.is_completed():
+                    if sliced is None:
                         raise
+                    if sliced.is_completed():
+                        # The slice ended in the moment of completion: only a second look tells a
+                        # call that failed from one that succeeded just too late for the first.
+                        sliced.wait()
+                        return
                 if self._failure_channel is not None and (
                     lost := self._failure_channel.lost_peer()
                 ):
