@@ -23,7 +23,7 @@ from paceline.telemetry.trace_writer import Kind, TraceWriter
 MS = 10**6
 
 
-def write_run(folder, *, steps=30, slow_ms=20):
+def write_run(folder, *, steps=30, slow_ms=20, samples=64):
     """Two ranks, two buckets; rank 1 takes longer in the loader."""
     for rank in (0, 1):
         writer = TraceWriter(folder, rank, 2)
@@ -43,8 +43,8 @@ def write_run(folder, *, steps=30, slow_ms=20):
             writer.add(Kind.BUCKET_FLIGHT, first, end + MS // 2, step, 0, 0)
             writer.add(Kind.BUCKET_FLIGHT, marks[3], end + MS, step, 1, 0)
             writer.add(Kind.SYNC_POINT, marks[3], end + MS, step, 77, step)
-            if rank == 0:
-                writer.add_scalars(step, 2.0 / (step + 1), 64)
+            if rank == 0 and samples:
+                writer.add_scalars(step, 2.0 / (step + 1), samples)
             now = end + MS
         writer.close()
 
@@ -122,6 +122,16 @@ def test_the_json_is_what_chrome_and_perfetto_read(tmp_path):
         "bucket 1",
     }
     assert all(event["dur"] >= 0 and {"ts", "pid", "tid"} <= event.keys() for event in complete)
+
+
+@pytest.mark.parametrize(
+    ("samples", "unit"), [(64, "samples per second"), (0, "steps per second")]
+)
+def test_the_page_says_what_it_counts_per_second(tmp_path, samples, unit):
+    write_run(tmp_path, samples=samples)
+    page = write_report(tmp_path).read_text()
+    assert unit in page
+    assert ({"samples per second", "steps per second"} - {unit}).pop() not in page
 
 
 def test_a_loss_that_is_not_finite_spoils_neither_json_nor_page(tmp_path):

@@ -104,11 +104,10 @@ def _tiles(timeline: Timeline) -> list[tuple[str, str]]:
     tiles = [(f"{timeline.steps:,}", "steps" if single else "synchronised steps")]
     if (step := _median_step_ns(timeline)) is not None:
         tiles.append((f"{step / 1e6:.2f} ms", "median step"))
-    points, _ = _throughput(timeline)
+    points, note = _throughput(timeline)
     if points:
-        tiles.append(
-            (f"{statistics.median(value for _, value in points):,.0f}", "samples per second")
-        )
+        unit = "steps per second" if note else "samples per second"
+        tiles.append((f"{statistics.median(value for _, value in points):,.0f}", unit))
     if not single:
         tiles.append((f"{exposed / whole:.1%}", "of the time waiting for others"))
     if hidden + exposed:
