@@ -25,6 +25,7 @@ _FENCE = re.compile(
     r"|<!-- test: setup\n(?P<setup>.*?)-->",
     re.DOTALL | re.MULTILINE,
 )
+_IN_PROCESS = {"python", "setup"}
 _PROGRAMS = {"paceline", "python", "torchrun", "mpirun"}
 
 
@@ -49,22 +50,18 @@ class ManualPage:
     @property
     def has_code(self) -> bool:
         return any(
-            block.language in {"python", "setup", "diff"} or self._commands(block)
+            block.language in {*_IN_PROCESS, "diff"} or self._commands(block)
             for block in self.blocks
             if block.skipped is None
         )
 
-    def program(self) -> str:
-        """The blocks that run in one process, each at its line of the page."""
-        parts = []
+    def run_blocks(self) -> None:
+        """Run the blocks that need no process of their own, each at its line of the page."""
+        names: dict[str, object] = {"__name__": "__main__"}
         for block in self.blocks:
-            if block.skipped is None and block.title is None:
-                if block.language in {"python", "setup"}:
-                    parts.append((block.line, block.code))
-        return "\n".join(
-            f"exec(compile({chr(10) * (line - 1) + code!r}, {str(self.path)!r}, 'exec'), globals())"
-            for line, code in parts
-        )
+            if block.skipped is None and block.title is None and block.language in _IN_PROCESS:
+                code = "\n" * (block.line - 1) + block.code
+                exec(compile(code, str(self.path), "exec"), names)
 
     def write_files(self, directory: pathlib.Path) -> None:
         """What the page names by a title."""

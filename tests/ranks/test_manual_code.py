@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from tests.harness.manual_page import ManualPage
+from tests.harness.ranks import run_ranks
 
 ROOT = pathlib.Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -45,13 +46,16 @@ def run(command, directory, **options):
     return done.stdout
 
 
+def run_blocks(rank, world, page, directory):
+    os.chdir(directory)
+    page.run_blocks()
+
+
 @pytest.mark.parametrize("path", WITH_CODE, ids=name_of)
 def test_the_code_of_a_page_runs(path, tmp_path):
     page = ManualPage(path)
     page.write_files(tmp_path)
-    if program := page.program():
-        (tmp_path / "blocks_of_the_page.py").write_text(program)
-        run([sys.executable, "blocks_of_the_page.py"], tmp_path)
+    run_ranks(1, run_blocks, page, str(tmp_path), timeout=100)
     for command in page.commands(tmp_path):
         run(command, tmp_path, shell=True)
 
