@@ -20,7 +20,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mpirun comes with the test dependencies.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help train test check lint types fast-test bench docs native-test gpu-test setup clean
+.PHONY: help train test check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
 
 help:
 	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
@@ -28,6 +28,7 @@ help:
 	@echo "make check        lint, strict types, fast tests"
 	@echo "make bench        all benchmarks, tables on the terminal"
 	@echo "make docs         the documentation as HTML in site/"
+	@echo "make docs-serve   the same in a browser, while you write"
 	@echo "make native-test  sanitizer builds of the native core"
 	@echo "make gpu-test     the device tests on this machine's GPUs instead of simulated ones"
 
@@ -70,8 +71,10 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/paceline bench all $(ARGS)
 
 docs: $(VENV)/.installed-dev
-	$(PIP) install --quiet --constraint constraints.txt mkdocs
-	$(BIN)/mkdocs build --quiet --strict --site-dir site
+	$(BIN)/python tools/build_docs.py
+
+docs-serve: docs
+	$(BIN)/zensical serve
 
 native-test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) -q tests/native $(ARGS)

@@ -124,9 +124,7 @@ def test_the_json_is_what_chrome_and_perfetto_read(tmp_path):
     assert all(event["dur"] >= 0 and {"ts", "pid", "tid"} <= event.keys() for event in complete)
 
 
-@pytest.mark.parametrize(
-    ("samples", "unit"), [(64, "samples per second"), (0, "steps per second")]
-)
+@pytest.mark.parametrize(("samples", "unit"), [(64, "samples per second"), (0, "steps per second")])
 def test_the_page_says_what_it_counts_per_second(tmp_path, samples, unit):
     write_run(tmp_path, samples=samples)
     page = write_report(tmp_path).read_text()

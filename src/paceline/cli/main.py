@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from paceline._version import __version__
 from paceline.errors import PacelineError
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
 # name -> (module with `add_arguments(parser)` and `run(options) -> int`, one line of help)
-_COMMANDS: dict[str, tuple[str, str]] = {
+COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
     "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
     "report": ("paceline.cli.report", "make a page of a recorded timeline"),
@@ -45,13 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name, (module, summary) in _COMMANDS.items():
+    for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
             importlib.import_module(module).add_arguments(sub)
     options = parser.parse_args(arguments)
     try:
-        code: int = importlib.import_module(_COMMANDS[options.command][0]).run(options)
+        code: int = importlib.import_module(COMMANDS[options.command][0]).run(options)
         if sys.stdout is not None:  # closed by whoever started us
             sys.stdout.flush()
     except PacelineError as error:

@@ -107,9 +107,10 @@ class Evaluation:
         dataset: map-style.
         batch_size: samples at a time on this rank.
         group: the process group to evaluate in, None for the default one.
-        rank, world_size: both, to evaluate one part without any group; see `part()` and `merge()`.
-            Neither, to take them from the group or, before there is one, from the launcher's
-            environment.
+        rank: with `world_size`, to evaluate one part without any group; see `part()` and
+            `merge()`. Neither, to take them from the group or, before there is one, from the
+            launcher's environment.
+        world_size: the number of parts.
         options: for the `DataLoader`, as `num_workers`, `collate_fn`, `device`.
 
     Raises:

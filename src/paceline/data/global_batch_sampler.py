@@ -56,8 +56,9 @@ class GlobalBatchSampler(Sampler[list[int]]):
         shuffle: a new order in each epoch; False keeps the dataset's.
         seed: of the shuffle, equal on all ranks.
         drop_last: leave out the last global batch if it is not full.
-        rank, world_size: both, or neither to take them from the default group or the launcher's
-            environment.
+        rank: this rank; both it and `world_size`, or neither to take them from the default group
+            or the launcher's environment.
+        world_size: the number of ranks.
         weights: draw samples in proportion to these instead of visiting each once.
         num_samples: with `weights`, how many draws make an epoch (as many as there are weights).
         indices: use only these samples of the dataset, or those where a mask of the dataset's

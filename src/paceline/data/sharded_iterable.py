@@ -55,8 +55,9 @@ class ShardedIterable(IterableDataset[LocalBatch]):
             its place in the stream.
         seed: of those numbers, and of any that the source draws.
         drop_last: leave out the last global batch if it is not full.
-        rank, world_size: both, or neither to take them from the default group or the launcher's
-            environment.
+        rank: this rank; both it and `world_size`, or neither to take them from the default group
+            or the launcher's environment.
+        world_size: the number of ranks.
 
     Raises:
         ConfigError: an argument is out of range, or `source` can be iterated only once.

@@ -126,19 +126,31 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
     """Data-parallel training: every rank runs its part of the batch, gradients are averaged during
     backward.
 
-    The first twenty arguments are torch's, with the same meaning and defaults. Paceline's own:
+    The first twenty arguments are torch's, with the same meaning and defaults.
 
-    average: "auto" weighs each rank by its samples where their number is known: stated with
-        `count(n)`, or the batch came from `paceline.DataLoader` or `GlobalBatchSampler`. Then the
-        gradient is that of the global batch, whatever its split. Where it is not known, ranks are
-        averaged equally, as torch does, to the bit. "samples" takes the leading dimension of the
-        first input for the number, "ranks" is torch's average always. Equal numbers give the same
-        bits in every case.
-    check_replicas_every: compare a digest of the weights over ranks every so many steps; 0 turns it
-        off.
-    check_finite: look for non-finite gradients before they are averaged, and fail the step on every
-        rank.
-    on_error: the default policy of `all_or_none()`.
+    Args:
+        module: the model, the same on every rank; compared when this object is made.
+        average: "auto" weighs each rank by its samples where their number is known: stated with
+            `count(n)`, or the batch came from `paceline.DataLoader` or `GlobalBatchSampler`. Then
+            the gradient is that of the global batch, whatever its split. Where it is not known,
+            ranks are averaged equally, as torch does, to the bit. "samples" takes the leading
+            dimension of the first input for the number, "ranks" is torch's average always. Equal
+            numbers give the same bits in every case.
+        check_replicas_every: compare a digest of the weights over ranks every so many steps; 0
+            turns it off.
+        check_finite: look for non-finite gradients before they are averaged, and fail the step on
+            every rank.
+        on_error: the default policy of `all_or_none()`.
+
+    Raises:
+        MismatchError: the model, or an argument, is not the same on all ranks.
+        ConfigError: an argument is wrong, or there is no process group.
+
+    Example:
+        ```python
+        paceline.init_process_group()
+        model = paceline.DistributedDataParallel(torch.nn.Linear(10, 1))
+        ```
     """
 
     def __init__(

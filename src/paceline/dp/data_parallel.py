@@ -52,18 +52,31 @@ class _Options:
 class DataParallel(nn.Module):
     """Runs a module on parts of each batch at once, with the outputs and gradients of the whole.
 
+    On the CPU, processes share the module's parameters; with accelerators, one thread drives each
+    of `device_ids`. The first four arguments are those of `torch.nn.DataParallel`.
+
+    Args:
+        module: the model, on the CPU or an accelerator.
+        dim: the dimension inputs are split along.
+        workers: replicas on the CPU, this process included (default: cores / `threads`); "auto":
+            split only if the first batches show that it pays.
+        threads: of torch in each replica.
+        executor: "processes" or "threads"; chosen by the device of the module by default.
+        split: maps classes of your own to functions `(object, [(start, stop), ...]) -> parts`.
+        scalars: how losses that `forward` returns are combined: "mean" (weighted by samples where
+            their number is known), "sum" or "stack".
+        batch_norm: "global" lets batch normalisation see the statistics of the whole batch, not
+            those of each replica's share.
+        timeout: seconds to wait for a worker that runs but does not answer.
+
+    Raises:
+        ConfigError: an argument is wrong, or there is no way to split on this machine.
+
+    Example:
+        ```python
         model = paceline.DataParallel(model)
-
-    The first four arguments are those of `torch.nn.DataParallel`. On the CPU, `workers` processes
-    share the module's parameters (default: cores / `threads`; "auto": split only if the first
-    batches show that it pays); with accelerators, one thread drives each of `device_ids`.
-
-    `dim` is the dimension inputs are split along. `split` maps classes of your own to functions
-    `(object, [(start, stop), ...]) -> parts`. `scalars` is how losses that `forward` returns are
-    combined: "mean" (weighted by samples where their number is known), "sum" or "stack".
-    `batch_norm="global"` lets batch normalisation see the statistics of the whole batch, not those
-    of each replica's share. `timeout` in seconds is how long to wait for a worker that runs but
-    does not answer.
+        model(x).sum().backward()
+        ```
     """
 
     def __init__(
