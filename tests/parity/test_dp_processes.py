@@ -24,7 +24,9 @@ import torch._dynamo
 import torch.utils.checkpoint
 from torch import nn
 
+import paceline
 from paceline import DataParallel
+from paceline.core.update import ArrayUpdate
 from paceline.dp import Whole
 from paceline.errors import ConfigError, GroupError, MismatchError
 
@@ -1106,3 +1108,36 @@ def test_inputs_that_are_no_plain_memory(wrap):
     model(x)
     for other in (x.t(), torch.complex(x, x).conj().imag, x[:, :1].expand(6, 6)):
         close(model(other), bare(other))
+
+
+def test_the_step_of_an_optimizer_runs_on_the_cores_of_all_replicas(wrap, monkeypatch):
+    """And has the bits of a step on one core."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        wide = nn.Linear(600, 600)
+        alone = copy.deepcopy(wide)
+        used = []
+        monkeypatch.setattr(
+            ArrayUpdate,
+            "run",
+            lambda update, gradients, run=ArrayUpdate.run: (
+                used.append(update.numbers.threads),
+                run(update, gradients),
+            ),
+        )
+        model = wrap(wide, workers=3)
+        optimizer = paceline.optim.AdamW(model.parameters())
+        reference = paceline.optim.AdamW(alone.parameters())
+        model(torch.randn(6, 600)).square().mean().backward()
+        for one, other in zip(alone.parameters(), wide.parameters(), strict=True):
+            one.grad = other.grad.clone()
+        monkeypatch.setattr(ArrayUpdate, "most_threads", 8)
+        optimizer.step()
+        model.close()
+        reference.step()
+        assert used == [3, 1]
+        for one, other in zip(alone.parameters(), wide.parameters(), strict=True):
+            assert torch.equal(one, other)
+    finally:
+        torch.set_num_threads(threads)

@@ -269,18 +269,6 @@ def test_one_rank_has_nobody_to_share_with():
     run_ranks(1, in_one_process)
 
 
-def without_shared_memory(rank, world):
-    init_group("gloo")
-    model = wrapped()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
-    with pytest.raises(paceline.ConfigError, match="averaged in shared memory"):
-        train(model, optimizer, rank, 1)
-
-
-def test_a_group_that_cannot_share_is_refused():
-    run_ranks(2, without_shared_memory)
-
-
 def without_memory(rank, world):
     init_group("paceline")
     model = wrapped()

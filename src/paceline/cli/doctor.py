@@ -46,6 +46,10 @@ _PREFIXES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "trace", nargs="?", type=pathlib.Path, metavar="DIR",
+        help="what `paceline run --trace DIR` recorded: also say what its optimizer costs",
+    )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--no-smoke-test", action="store_true", help="leave out the test that starts two ranks"
@@ -70,6 +74,12 @@ def run(options: argparse.Namespace) -> int:
         _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends,
         _accelerator, _environment, _optimizers,
     ]  # fmt: skip
+    if options.trace is not None:
+
+        def optimizers_of_the_run() -> _Finding:
+            return _optimizers_of(options.trace)
+
+        checks.append(optimizers_of_the_run)
     if not options.no_smoke_test:
         checks.append(_smoke_test)
     findings = [_guarded(check) for check in checks]
@@ -241,34 +251,94 @@ def _environment() -> _Finding:
 
 def _optimizers() -> _Finding:
     """What a step costs here, by whose optimizer it is."""
+
+    times = _step_ms("AdamW", [1_000_000])
+    return _Finding(
+        "optimizers",
+        f"AdamW step of a million parameters on the CPU: {_listed_ms(times)}",
+        facts=times,
+    )
+
+
+def _optimizers_of(directory: pathlib.Path) -> _Finding:
+    """Whether a recorded run uses torch's slow loop, and what another optimizer would save."""
+    import torch
+
+    from paceline.diagnostics.timeline import Timeline
+    from paceline.diagnostics.trace_reader import read_traces
+
+    topic = f"optimizers of {directory}"
+    timeline = Timeline(read_traces(directory))
+    slow = timeline.slow_optimizer()
+    if slow is None:
+        seen = {facts.describe() for trace in timeline.traces for facts in trace.optimizers}
+        known = f": {', '.join(sorted(seen))}" if seen else " was recorded"
+        return _Finding(topic, f"none that torch steps with a loop on the CPU{known}", "ok")
+    facts = slow.facts
+    measured = min(facts.elements, _MOST_ELEMENTS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(facts.threads)
+    try:
+        each = max(1, measured // facts.tensors)
+        times = _step_ms(facts.name, [each] * facts.tensors, dict(facts.options))
+    finally:
+        torch.set_num_threads(threads)
+    default, ours = times[_TORCH_DEFAULT], times[_OURS]
+    saved = slow.share * (1 - ours / default)
+    size = "" if measured == facts.elements else f", {measured / facts.elements:.0%} of the size"
+    value = (
+        f"{slow.describe()}\nA step like it, measured on this machine now{size}: "
+        f"{_listed_ms(times)}.\n"
+    )
+    if saved <= 0:
+        return _Finding(topic, f"{value}Another optimizer would save nothing.", "ok", times)
+    most = "About" if slow.is_only_one else "At most"
+    value += (
+        f"{most} {saved:.0%} of the ranks' time would be saved by paceline.optim.{facts.name}, "
+        "if the machine is the one of the run and memory is as busy."
+    )
+    return _Finding(topic, value, "warning", {**times, "share": slow.share, "saved": saved})
+
+
+_TORCH_DEFAULT, _OURS = "torch's default", "paceline.optim"
+_MOST_ELEMENTS = 20_000_000
+_NO_OPTIONS: Mapping[str, Any] = {}
+
+
+def _step_ms(
+    name: str, sizes: list[int], options: Mapping[str, Any] = _NO_OPTIONS
+) -> dict[str, float]:
+    """The shortest step of this kind of optimizer over tensors of these sizes, by whose code it
+    is.
+    """
     import torch
 
     import paceline.optim
 
-    makers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
-        "torch's default": torch.optim.AdamW,
-        "torch's fused=True": lambda parameters: torch.optim.AdamW(parameters, fused=True),
-        "paceline.optim": paceline.optim.AdamW,
+    stock: Callable[..., torch.optim.Optimizer] = getattr(torch.optim, name)
+    ours: Callable[..., torch.optim.Optimizer] = getattr(paceline.optim, name)
+    makers: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+        _TORCH_DEFAULT: lambda parameters: stock(parameters, **options),
+        "torch's fused=True": lambda parameters: stock(parameters, fused=True, **options),
+        _OURS: lambda parameters: ours(parameters, **options),
     }
-    times = {name: _best_step_ms(make) for name, make in makers.items()}
-    shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
-    return _Finding(
-        "optimizers", f"AdamW step of a million parameters on the CPU: {shown}", facts=times
-    )
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    return {code: _best_step_ms(make(parameters)) for code, make in makers.items()}
 
 
-def _best_step_ms(make: Callable[[list[Any]], torch.optim.Optimizer]) -> float:
-    import torch
-
-    parameter = torch.nn.Parameter(torch.zeros(1_000_000))
-    parameter.grad = torch.ones_like(parameter)
-    optimizer = make([parameter])
+def _best_step_ms(optimizer: torch.optim.Optimizer) -> float:
     best = float("inf")
     for _ in range(6):
         began = time.perf_counter()
         optimizer.step()
         best = min(best, time.perf_counter() - began)
     return best * 1e3
+
+
+def _listed_ms(times: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {ms:.1f} ms" for name, ms in times.items())
 
 
 def _smoke_test() -> _Finding:

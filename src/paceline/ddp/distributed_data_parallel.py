@@ -851,7 +851,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         broadcast(self.process_group, tensors, source)
 
     def _answer_forward(self, signals: Sequence[Signal]) -> None:
-        """The others begin a forward, or plan other buckets, and this rank has no data."""
+        """The others begin a forward, plan other buckets or step an optimizer of which this rank
+        has a part, and this rank has no data.
+        """
+        if any(signal.call.is_of_optimizer for signal in signals):
+            self.step_partners.answer(signals)
+            return
         if any(signal.call is Call.REPLAN for signal in signals):
             self._refuse_absence_from_new_plan(signals, ("see the other ranks",))
         self._refuse_absence_from_batchnorm(signals)
@@ -1051,6 +1056,9 @@ class _JoinHook(JoinHook):
         ddp.require_forward_param_sync = follows
         if follows:
             reducer.participate_without_data(ddp._answer_forward)
+            # Unlike no_more_data(), torch's Join has to be told what comes: one step of each.
+            for _ in range(ddp.step_partners.divided):
+                reducer.participate_without_data(ddp._answer_forward)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         ddp, reducer = self._ddp, self._ddp.reducer

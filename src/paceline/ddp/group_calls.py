@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-__all__ = ["all_reduce", "broadcast_from"]
+from paceline._torch_internals import AllgatherOptions
+
+__all__ = ["all_gather_into", "all_reduce", "broadcast_from"]
 
 _SUM = dist.AllreduceOptions()
 
@@ -15,6 +17,13 @@ _SUM = dist.AllreduceOptions()
 def all_reduce(group: dist.ProcessGroup, tensor: torch.Tensor) -> dist.Work:
     """Start the sum of a tensor over the ranks, in place; a `Work`."""
     work: dist.Work = group.allreduce([tensor], _SUM)
+    return work
+
+
+def all_gather_into(group: dist.ProcessGroup, whole: torch.Tensor, part: torch.Tensor) -> dist.Work:
+    """Start to collect every rank's part, one after the other; a `Work`."""
+    # Versions of torch differ in what they call this, except here.
+    work: dist.Work = group._allgather_base(whole, part, AllgatherOptions())
     return work
 
 

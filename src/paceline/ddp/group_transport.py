@@ -19,7 +19,7 @@ from paceline.backend.store_failure_channel import failure_channel_of
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.buckets.base import Waitable
-from paceline.ddp.group_calls import all_reduce
+from paceline.ddp.group_calls import all_gather_into, all_reduce
 from paceline.ddp.signals import SIGNAL_WIDTH, Signal
 from paceline.ddp.transport import Transport
 from paceline.errors import CollectiveTimeout, PacelineError, PeerLost
@@ -89,6 +89,9 @@ class GroupTransport(Transport):
         moved = numbers.to(self._device)
         self._wait(all_reduce(self.group, moved))
         return moved.cpu()
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        self._wait(all_gather_into(self.group, whole, part))
 
     def _wait(self, work: Waitable) -> None:
         """Wait for a call; if a peer has failed meanwhile, raise what it published."""

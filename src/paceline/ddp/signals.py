@@ -29,7 +29,16 @@ __all__ = [
 SIGNAL_WIDTH = 8  # numbers a packed signal has
 
 
-_CALL_NAMES = ("no more data", "forward", "backward", "the end of backward", "a new plan")
+_CALL_NAMES = (
+    "no more data",
+    "forward",
+    "backward",
+    "the end of backward",
+    "a new plan",
+    "dividing the state of an optimizer",
+    "the step of an optimizer with divided state",
+    "the state_dict() of an optimizer with divided state",
+)
 
 
 class Call(enum.IntEnum):
@@ -40,6 +49,14 @@ class Call(enum.IntEnum):
     BACKWARD = 2
     CLOSE = 3  # all gradients are under way
     REPLAN = 4  # other buckets, because the model has other parameters than before
+    OPTIMIZER_DIVIDE = 5
+    OPTIMIZER_STEP = 6
+    OPTIMIZER_STATE = 7
+
+    @property
+    def is_of_optimizer(self) -> bool:
+        """Of one whose state is divided among the ranks (`paceline.optim`)."""
+        return self >= Call.OPTIMIZER_DIVIDE
 
     def __str__(self) -> str:
         return _CALL_NAMES[int(self)]
@@ -54,6 +71,7 @@ class Signal(NamedTuple):
     unused: bool = False  # some parameter got no gradient here
     buffers: bool = False  # module buffers are synchronised next
     backward_follows: bool = False
+    digest: int = 0  # of what an optimizer is about to do; 40 bits at most
 
     def pack(self) -> list[float]:
         """The signal as SIGNAL_WIDTH numbers."""
@@ -64,6 +82,7 @@ class Signal(NamedTuple):
             unused,
             buffers,
             follows,
+            digest,
         ) = self
         return [
             float(call),
@@ -73,15 +92,17 @@ class Signal(NamedTuple):
             float(basis),
             leading,
             float(failed),
-            unused + 2.0 * buffers + 4.0 * follows,
+            unused + 2.0 * buffers + 4.0 * follows + 8.0 * digest,
         ]
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Signal:
         contribution = Contribution(row[1], row[2], int(row[3]), Basis(int(row[4])), row[5])
         bits = int(row[7])
-        flags = (bool(bits >> place & 1) for place in range(3))
-        return cls(Call(int(row[0])), contribution, row[6] != 0, *flags)
+        unused, buffers, follows = (bool(bits >> place & 1) for place in range(3))
+        return cls(
+            Call(int(row[0])), contribution, row[6] != 0, unused, buffers, follows, bits >> 3
+        )
 
 
 def common_call(signals: Sequence[Signal]) -> Call | None:
@@ -105,6 +126,11 @@ def calls_mismatch(signals: Sequence[Signal], name: str, details: Sequence[str])
     positions = ", ".join(f"rank {rank} is at {call}" for rank, call in values.items())
     if any(signal.call is Call.REPLAN for signal in signals):
         cure = "Every rank must change the model's parameters alike, before the same forward."
+    elif any(signal.call.is_of_optimizer for signal in signals):
+        cure = (
+            "Every rank must call step(), state_dict() and load_state_dict() of an optimizer whose "
+            "state is divided among them, also if only one of them saves it."
+        )
     else:
         cure = (
             "Every rank must call forward and backward equally often; a rank that runs out of "

@@ -1,21 +1,34 @@
-"""Those whose work follows a step's average on all ranks together: optimizers in shared memory.
+"""Those whose work follows a step's average on all ranks together: optimizers in shared memory, or
+with a state that is divided among the ranks.
 
-A model knows them so that they hear of a step that has failed here: peers may be waiting in them
-for this rank. They find the model by the parameters whose gradients it averages.
+A model knows the former so that they hear of a step that has failed here: peers may be waiting in
+them for this rank. It knows the latter because a rank without data has its part of their work to
+do as well. They find the model by the parameters whose gradients it averages.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from paceline.ddp.signals import Call, Signal
+from paceline.errors import ConfigError
+
 if TYPE_CHECKING:
     from paceline.ddp.distributed_data_parallel import DistributedDataParallel
 
-__all__ = ["StepPartner", "StepPartners", "models_of", "register_model", "registrations"]
+__all__ = [
+    "DividedWork",
+    "StepPartner",
+    "StepPartners",
+    "models_of",
+    "refuse_absence_from_division",
+    "register_model",
+    "registrations",
+]
 
 
 class _Registry:
@@ -40,18 +53,76 @@ class StepPartner(Protocol):
         """This rank will not come to the part of the step that all make together."""
 
 
+class DividedWork(Protocol):
+    """Work of which every rank has a part."""
+
+    def answer(self, signals: Sequence[Signal]) -> None:
+        """The ranks with data do this; this one has none, and does its part."""
+
+
+_NUMBER_AT = 32  # above a digest
+
+
 class StepPartners:
     """The partners of one model."""
 
     def __init__(self) -> None:
         self._partners: weakref.WeakSet[StepPartner] = weakref.WeakSet()
+        self._divided: weakref.WeakValueDictionary[int, DividedWork] = weakref.WeakValueDictionary()
+        self._last_number = 0
 
     def add(self, partner: StepPartner) -> None:
         self._partners.add(partner)
 
+    def add_divided(self, work: DividedWork) -> int:
+        """Its number, by which ranks that have none of their own to do know whose work to answer:
+        the same on all of them, because they add it together.
+        """
+        self._last_number = self._last_number % 255 + 1
+        self._divided[self._last_number] = work
+        return self._last_number
+
+    @staticmethod
+    def divided_signal(call: Call, number: int, digest: int = 0) -> Signal:
+        """What a rank is about to do in the work of this number."""
+        return Signal(call, digest=number << _NUMBER_AT | digest)
+
+    @property
+    def divided(self) -> int:
+        """How many works each step is followed by in which every rank has a part."""
+        return len(self._divided)
+
+    def answer(self, signals: Sequence[Signal]) -> None:
+        """Do this rank's part in what the others do, which have data."""
+        call, number = next(
+            (signal.call, signal.digest >> _NUMBER_AT)
+            for signal in signals
+            if signal.call.is_of_optimizer
+        )
+        if call is Call.OPTIMIZER_DIVIDE:
+            refuse_absence_from_division(signals)
+        work = self._divided.get(number)
+        if work is None:
+            raise ConfigError(
+                f"the other ranks are at {call}, of which this rank has a part, but its own "
+                "optimizer is gone. Keep it as long as the other ranks train"
+            )
+        work.answer(signals)
+
     def step_failed(self) -> None:
         for partner in list(self._partners):
             partner.step_failed()
+
+
+def refuse_absence_from_division(signals: Sequence[Signal]) -> None:
+    """Called on all ranks together: raises if one of them has no data."""
+    absent = [rank for rank, signal in enumerate(signals) if signal.call is Call.ANSWER]
+    if absent:
+        raise ConfigError(
+            f"rank {', '.join(map(str, absent))} ran out of data, but the state of an optimizer is "
+            "to be divided among the ranks anew, which needs all of them. Load checkpoints and "
+            "change parameter groups when all ranks have data, or when none has"
+        )
 
 
 def register_model(model: DistributedDataParallel) -> None:

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, Fill
+from paceline.ddp.group_calls import all_gather_into, broadcast_from
 from paceline.ddp.signals import Signal
 
 __all__ = ["Transport", "TransportMisuse", "TransportState"]
@@ -226,6 +227,14 @@ class Transport(abc.ABC):
     @abc.abstractmethod
     def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         """The sum over ranks of a small tensor in host memory."""
+
+    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
+        """Every rank's part, one after the other, on the device they are on."""
+        all_gather_into(self.group, whole, part).wait()
+
+    def broadcast_from(self, source: int, tensor: torch.Tensor) -> None:
+        """Overwrite a tensor with that of rank `source`, on the device it is on."""
+        broadcast_from(source, self.group, tensor)
 
     def all_gather_small(self, row: torch.Tensor) -> torch.Tensor:
         """Every rank's row, one below the other."""

@@ -7,13 +7,16 @@ import os
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from paceline.diagnostics.optimizer_facts import facts_of
 from paceline.telemetry.collective_recorder import CollectiveRecorder
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
+from paceline.telemetry.trace_writer import TraceWriter
 from paceline.telemetry.variables import RUN_ID, STALL_AFTER, TRACE, WATCHED, stall_after_s
 
 if TYPE_CHECKING:
@@ -49,14 +52,22 @@ class _TorchHooks:
 
 def _hook_optimizers() -> tuple[RemovableHandle, ...]:
     from torch.optim.optimizer import (
+        Optimizer,
         register_optimizer_step_post_hook,
         register_optimizer_step_pre_hook,
     )
 
-    optimizer, other = int(Phase.OPTIMIZER), int(Phase.OTHER)
+    stepping, other = int(Phase.OPTIMIZER), int(Phase.OTHER)
+    # In which trace each is described already.
+    described: weakref.WeakKeyDictionary[Optimizer, TraceWriter] = weakref.WeakKeyDictionary()
 
-    def before(*_: object) -> None:
-        recorder.phase(optimizer)
+    def before(optimizer: Optimizer, *_: object) -> None:
+        recorder.phase(stepping)
+        trace = recorder.trace
+        if trace is not None and described.get(optimizer) is not trace:
+            described[optimizer] = trace
+            if (facts := facts_of(optimizer)) is not None:
+                trace.add_optimizer(facts.dump())
 
     def after(*_: object) -> None:
         recorder.phase(other, again=True)

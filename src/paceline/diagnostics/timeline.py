@@ -9,6 +9,7 @@ import dataclasses
 import statistics
 from collections.abc import Iterator, Sequence
 
+from paceline.diagnostics.optimizer_facts import OptimizerFacts
 from paceline.diagnostics.page_reader import SyncPoint
 from paceline.diagnostics.stragglers import (
     Straggler,
@@ -20,7 +21,9 @@ from paceline.diagnostics.trace_reader import BucketNames, RankTrace, Span
 from paceline.telemetry.status_page import PHASES, Phase
 from paceline.telemetry.trace_writer import Kind
 
-__all__ = ["BucketRow", "StepScalars", "Timeline"]
+__all__ = ["BucketRow", "SlowOptimizer", "StepScalars", "Timeline"]
+
+_WORTH_MENTIONING = 0.03  # of the time
 
 _STEP_PHASES = (
     Phase.LOADER,
@@ -61,6 +64,34 @@ class StepScalars:
     step: int
     loss: float
     samples: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowOptimizer:
+    """An optimizer that torch steps with a loop on the CPU. Times are those of all optimizers of
+    the run: `share` of the ranks' time, `step_ns` for a usual step.
+    """
+
+    facts: OptimizerFacts
+    share: float
+    step_ns: float
+    is_only_one: bool
+
+    def describe(self) -> str:
+        """What it is and takes."""
+        most = "" if self.is_only_one else "at most "
+        return (
+            f"{self.facts.describe()} is stepped by torch's default code on the CPU, which passes "
+            f"over memory once for each operation: {most}{self.share:.0%} of the ranks' time, "
+            f"{self.step_ns / 1e6:.2f} ms a step."
+        )
+
+    def advice(self) -> str:
+        """What to do about it."""
+        return (
+            f"paceline.optim.{self.facts.name}, or fused=True, passes once; `paceline doctor DIR` "
+            "with the directory of this trace measures what that saves."
+        )
 
 
 class Timeline:
@@ -273,12 +304,36 @@ class Timeline:
             sentences.append(_ADVICE_SYNC)
         elif largest in _ADVICE:
             sentences.append(_ADVICE[largest])
+        if (slow := self.slow_optimizer()) is not None and slow.share >= _WORTH_MENTIONING:
+            sentences += [slow.describe(), slow.advice()]
         if any(self.dropped.values()):
             sentences.append(
                 f"The oldest {max(self.dropped.values()):,} spans were overwritten: "
                 "this is the end of the run."
             )
         return " ".join(sentences)
+
+    def slow_optimizer(self) -> SlowOptimizer | None:
+        """The largest optimizer that torch steps with a loop on the CPU, and what that takes."""
+        facts = {
+            each for trace in self.traces for each in trace.optimizers if each.code.could_be_fused
+        }
+        spent = [self.phase_ns(rank) for rank in self.ranks]
+        whole = sum(sum(by_phase.values()) for by_phase in spent)
+        spans = [
+            span.end_ns - span.start_ns
+            for rank in self.ranks
+            for span in self.spans[rank]
+            if span.kind == Phase.OPTIMIZER
+        ]
+        if not facts or not whole or not spans:
+            return None
+        return SlowOptimizer(
+            max(facts, key=lambda each: each.elements),
+            sum(by_phase[Phase.OPTIMIZER] for by_phase in spent) / whole,
+            statistics.median(spans),
+            is_only_one=all(len(trace.optimizers) <= 1 for trace in self.traces),
+        )
 
     def _summarise_time(self, waiting: float, share: float, largest: Phase) -> str:
         seconds = f"{self.duration_ns / 1e9:.1f} s"
@@ -343,8 +398,8 @@ _ADVICE = {
     Phase.FORWARD: _ADVICE_COMPUTE,
     Phase.BACKWARD: _ADVICE_COMPUTE,
     Phase.OPTIMIZER: (
-        "The optimizer limits this run: on the CPU torch's default passes over memory many times; "
-        "paceline.optim, or fused=True, does once. Larger batches help as well."
+        "The optimizer limits this run: larger batches, or several micro-batches to a step "
+        "(no_sync), make its steps rarer."
     ),
     Phase.OTHER: (
         "The script's own code between the phases limits this run: check its loss, metrics and "

@@ -9,6 +9,7 @@ import os
 import pathlib
 import struct
 
+from paceline.diagnostics.optimizer_facts import OptimizerFacts
 from paceline.errors import ConfigError
 from paceline.telemetry.trace_writer import (
     RECORD_WORDS,
@@ -51,7 +52,8 @@ class RankTrace:
     """What one rank recorded.
 
     Times are of its host's monotonic clock; `wall_offset_ns` makes them wall-clock times. Ranks
-    with the same `boot` share a clock. `buckets` has the bucket names of each reducer.
+    with the same `boot` share a clock. `buckets` has the bucket names of each reducer; `optimizers`
+    those that have stepped.
     """
 
     rank: int
@@ -64,6 +66,7 @@ class RankTrace:
     dropped: int
     wall_offset_ns: int
     buckets: dict[int, list[BucketNames]]
+    optimizers: tuple[OptimizerFacts, ...]
 
 
 def read_traces(directory: str | os.PathLike[str]) -> list[RankTrace]:
@@ -86,18 +89,19 @@ def _read_trace(path: pathlib.Path) -> RankTrace:
     magic, rank, world, pid, capacity, written, offset, _, _, boot = header
     if magic != TRACE_MAGIC:
         raise ConfigError(f"{path} is not a trace of this version of Paceline")
-    host, script, buckets = _read_metadata(path.with_suffix(".json"))
+    metadata = _read_metadata(path.with_suffix(".json"))
     return RankTrace(
         rank=rank,
         world=world,
         pid=pid,
-        host=host,
-        script=script,
+        host=metadata.host,
+        script=metadata.script,
         boot=boot,
         spans=_spans(data, capacity, written),
         dropped=max(0, written - capacity),
         wall_offset_ns=offset,
-        buckets=buckets,
+        buckets=metadata.buckets,
+        optimizers=metadata.optimizers,
     )
 
 
@@ -112,13 +116,23 @@ def _spans(data: bytes, capacity: int, written: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def _read_metadata(path: pathlib.Path) -> tuple[str, str, dict[int, list[BucketNames]]]:
-    """(host, script, buckets by reducer); empty if the rank died before it wrote them."""
+@dataclasses.dataclass(frozen=True)
+class _Metadata:
+    """What is written beside the spans; empty if the rank died before it wrote them."""
+
+    host: str = ""
+    script: str = ""
+    buckets: dict[int, list[BucketNames]] = dataclasses.field(default_factory=dict)
+    optimizers: tuple[OptimizerFacts, ...] = ()
+
+
+def _read_metadata(path: pathlib.Path) -> _Metadata:
     with contextlib.suppress(OSError, ValueError):
         metadata = json.loads(path.read_text())
         buckets = {
             int(reducer): [BucketNames(bucket["names"], bucket["bytes"]) for bucket in planned]
             for reducer, planned in metadata.get("buckets", {}).items()
         }
-        return metadata.get("host", ""), metadata.get("script", ""), buckets
-    return "", "", {}
+        optimizers = tuple(map(OptimizerFacts.load, metadata.get("optimizers", ())))
+        return _Metadata(metadata.get("host", ""), metadata.get("script", ""), buckets, optimizers)
+    return _Metadata()

@@ -61,7 +61,7 @@ class ProcessExecutor:
         self._has_tensor_splitter = any(issubclass(torch.Tensor, kind) for kind in splitters)
         self._lock = threading.RLock()
         self._replica_set: ReplicaSet | None = None
-        self._thread_cap = IntraOpThreadCap(threads)
+        self._thread_cap = IntraOpThreadCap(workers, threads)
         keep_freed_memory(workers)  # before workers are forked: they inherit it
 
     def run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 
 import torch
 
-__all__ = ["IntraOpThreadCap", "ThreadLimit"]
+__all__ = ["IntraOpThreadCap", "ThreadLimit", "threads_between_forwards"]
 
 
 class ThreadLimit:
@@ -51,15 +52,18 @@ class IntraOpThreadCap:
 
     OpenMP threads spin for milliseconds after each parallel loop, for example an optimizer step's,
     on a core that a worker needs at just that moment. A program that wants more may set them again;
-    forward and backward still keep to theirs.
+    forward and backward still keep to theirs. Threads that end with their work are no such trouble:
+    see `threads_between_forwards`.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, replicas: int, threads: int) -> None:
+        self.all_threads = replicas * threads
         self._threads = threads
         self._finalizer: weakref.finalize[..., IntraOpThreadCap] | None = None
 
     def begin(self) -> None:
         """Lower the number of threads, once."""
+        _in_force.add(self)
         before = torch.get_num_threads()
         if self._finalizer is None and before > self._threads:
             torch.set_num_threads(self._threads)
@@ -68,6 +72,7 @@ class IntraOpThreadCap:
 
     def end(self) -> None:
         """Put it back, unless the user set another number meanwhile."""
+        _in_force.discard(self)
         if self._finalizer is not None:
             self._finalizer()
             self._finalizer = None
@@ -76,3 +81,16 @@ class IntraOpThreadCap:
 def _restore(lowered: int, before: int) -> None:
     if torch.get_num_threads() == lowered:
         torch.set_num_threads(before)
+
+
+_in_force: weakref.WeakSet[IntraOpThreadCap] = weakref.WeakSet()
+os.register_at_fork(after_in_child=_in_force.clear)
+
+
+def threads_between_forwards() -> int:
+    """How many threads this process may compute with while no forward or backward is under way:
+    torch's number, or those of all replicas, whose cores are idle then.
+
+    Only for threads that end with their work.
+    """
+    return max([torch.get_num_threads(), *(cap.all_threads for cap in _in_force)])

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -25,6 +26,7 @@ from paceline.core.update import Option
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import registrations
+from paceline.optim.divided_step import DividedStep, find_model_to_divide
 from paceline.optim.parameter_table import (
     GradientArrays,
     ParameterTable,
@@ -63,12 +65,15 @@ class NativeOptimizer(torch.optim.Optimizer):
     _shared: SharedStep | None
     _release: weakref.finalize[..., NativeOptimizer] | None
     _seen_models: int  # how many had been registered when there was none of ours
+    _divided: DividedStep | None
+    _seen_undivided: int  # as above
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> NativeOptimizer:
         # Here, because copies and unpickled optimizers have no other beginning in common.
         self = super().__new__(cls)
         self._tables, self._wants_sharing = {}, False
         self._shared, self._release, self._seen_models = None, None, 0
+        self._divided, self._seen_undivided = None, 0
         return self
 
     def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
@@ -77,7 +82,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         shared: with `paceline.DistributedDataParallel` on ranks of one host, keep parameters and
             state once per host, and split the step over the ranks. Parameters are then the same
             memory on all ranks: to change them outside the optimizer, by anything that is not the
-            same when done twice, do it on one rank.
+            same when done twice, do it on one rank. Where ranks share no memory (several hosts,
+            other backends, accelerators), each keeps the state of its part of the parameters only,
+            steps it, and gets the other parts from the others.
         """
         super().__init__(*arguments, **options)
         self._wants_sharing = shared
@@ -112,15 +119,23 @@ class NativeOptimizer(torch.optim.Optimizer):
         attributes = vars(self)
         found_inf = attributes.get("found_inf")
         if found_inf is not None and found_inf.item():
+            if self._divided is not None and not self._divided.is_absent:
+                self._divided.skip()
             return loss
         grad_scale = attributes.get("grad_scale")
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        if self._wants_sharing and self._share_if_possible():
+        if self._wants_sharing is True and self._divide_if_possible():
+            self._step_divided(scale)
+        elif self._wants_sharing and self._share_if_possible():
             self._step_together(scale)
         else:
-            for index, group in enumerate(self.param_groups):
-                self._step_group(index, group, group["params"], scale)
+            self.step_groups(self.param_groups, scale)
         return loss
+
+    def step_groups(self, groups: Sequence[dict[str, Any]], grad_scale: float) -> None:
+        """Make a step of these groups in this process alone."""
+        for index, group in enumerate(groups):
+            self._step_group(index, group, group["params"], grad_scale)
 
     def _step_group(
         self, index: int, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float
@@ -302,9 +317,76 @@ class NativeOptimizer(torch.optim.Optimizer):
                 self._tables.clear()
 
     def state_dict(self) -> dict[str, Any]:
+        """Torch's format, complete on every rank. If the state is divided among ranks, all of them
+        call this together.
+        """
         if self._shared is not None:
             self._shared.catch_up()
-        return super().state_dict()
+        if self._divided is None:
+            return super().state_dict()
+        whole = self._divided.whole_state()
+        self.state.update(whole)
+        try:
+            return super().state_dict()
+        finally:
+            for parameter in whole:
+                del self.state[parameter]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._divided = None  # the next step divides what was loaded
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().__getstate__()
+        if self._divided is not None:
+            state["state"] = {**self.state, **self._divided.whole_state()}
+        return state
+
+    # ----------------------------------------------------------------------------- several hosts
+
+    def _divide_if_possible(self) -> bool:
+        """Whether the state is divided among ranks that share no memory, from now on at the
+        latest.
+        """
+        if self._divided is not None:
+            if self._divided.covers(self.param_groups):
+                return True
+            self.state.update(self._divided.whole_state())
+            self._divided = None
+        elif self._seen_undivided == registrations():
+            return False
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        model = find_model_to_divide(parameters) if is_worth_sharing(parameters) else None
+        if model is None:
+            self._seen_undivided = registrations()
+            return False
+        # A rank without data is not here, and dividing needs all of them: later.
+        if model.reducer.history.absent:
+            return False
+        self._divided = DividedStep(
+            model, self.param_groups, self.defaults.keys(), self._part_optimizer(), self.state
+        )
+        self._tables.clear()
+        return True
+
+    def _part_optimizer(self) -> NativeOptimizer:
+        """Another optimizer of the same kind, with no parameters and no state yet."""
+        part = type(self).__new__(type(self))
+        own = vars(part).copy()
+        vars(part).update(vars(self))
+        vars(part).update(own, param_groups=[], state=defaultdict(dict))
+        return part
+
+    def _step_divided(self, grad_scale: float) -> None:
+        divided = self._divided
+        assert divided is not None
+        for index, group in enumerate(self.param_groups):
+            alone = [p for p in group["params"] if p not in divided]
+            if alone:
+                self._step_group(index, group, alone, grad_scale)
+        # A rank without data hears of the others' step by their signals, and answers.
+        if not divided.is_absent:
+            divided.step(grad_scale)
 
     # ----------------------------------------------------------------------------- torch's own code
 

@@ -19,6 +19,7 @@ import torch
 
 from paceline.core.dtypes import DTYPE_NAMES
 from paceline.core.update import STATE_ARRAYS, ArrayUpdate, KindFlag
+from paceline.dp.thread_limit import threads_between_forwards
 
 __all__ = [
     "GradientArrays",
@@ -235,7 +236,7 @@ class ParameterTable:
     def run(self, gradients: GradientArrays) -> None:
         """Make the step, or this process's part of it."""
         most = self.update.most_threads
-        self.update.numbers.threads = min(torch.get_num_threads(), most) if most > 1 else 1
+        self.update.numbers.threads = min(threads_between_forwards(), most) if most > 1 else 1
         self.update.run(gradients.addresses)
         if self._first_updates:
             self.update.forget_first_update()

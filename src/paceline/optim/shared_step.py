@@ -23,7 +23,6 @@ from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline._malloc import return_freed_memory
 from paceline.core.meeting import Meeting, meeting_bytes
@@ -107,7 +106,9 @@ def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model whose ranks can share these parameters; None if there is but one process."""
+    """The model whose ranks can share these parameters; None if there is but one process, or ranks
+    that share no memory.
+    """
     models = [model for model in models_of(parameters) if model.process_group.size() > 1]
     if not models:
         return None
@@ -116,15 +117,7 @@ def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | 
             f"shared=True: these parameters belong to {len(models)} models wrapped in "
             "DistributedDataParallel, but their ranks meet in one. Make an optimizer for each model"
         )
-    if models[0].shared_memory is None:
-        raise ConfigError(
-            "shared=True needs a model whose gradients are averaged in shared memory, and this "
-            f"{type(models[0].module).__name__}'s are not (backend "
-            f"{dist.get_backend(models[0].process_group)!r}): all ranks on one host, backend "
-            "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
-            "mixed precision. Leave shared=True out"
-        )
-    return models[0]
+    return models[0] if models[0].shared_memory is not None else None
 
 
 def refuse_to_share(parameters: Sequence[torch.Tensor]) -> None:

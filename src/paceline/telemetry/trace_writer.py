@@ -2,7 +2,7 @@
 
     DIR/rank-00003.trace   a header of 4096 bytes, then records of six 8-byte words, the oldest
                            overwritten first
-    DIR/rank-00003.json    metadata: the host, the script, the parameters of each bucket
+    DIR/rank-00003.json    metadata: the host, the script, the parameters of each bucket, optimizers
 
 The file is mapped, so every record that was written is in it, however the rank dies.
 `paceline.diagnostics.trace_reader` reads it.
@@ -18,7 +18,7 @@ import pathlib
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paceline._linux import boot_id
 from paceline.telemetry.status_page import Phase, script_name
@@ -83,9 +83,11 @@ class TraceWriter:
         self._capacity = capacity
         self._count = 0
         self._buckets: dict[str, list[dict[str, str | int]]] = {}
+        self._optimizers: list[Mapping[str, object]] = []
         self._metadata = {
             "host": socket.gethostname(),
             "buckets": self._buckets,
+            "optimizers": self._optimizers,
             "rank": rank,
             "world": world,
             "script": script_name() if script is None else script,
@@ -123,6 +125,11 @@ class TraceWriter:
             {"names": bucket_names, "bytes": size}
             for bucket_names, size in zip(names, sizes, strict=True)
         ]
+        self._write_metadata()
+
+    def add_optimizer(self, facts: Mapping[str, object]) -> None:
+        """Write down what is known of an optimizer that this rank steps."""
+        self._optimizers.append(facts)
         self._write_metadata()
 
     def close(self) -> None:
