@@ -31,7 +31,6 @@ from torch.optim import Optimizer
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
 from paceline.data import DataLoader
-from paceline.data.batch_requests import BatchRange
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
@@ -52,8 +51,10 @@ from paceline.training.model_checks import (
 )
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
+from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
+from paceline.training.shard_queue import ShardQueue
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.state_digest import digest_line, tensor_digest
 
@@ -131,10 +132,11 @@ class Training:
         self._epoch, self._batches_done, self._step = 0, 0, 0
         self._epoch_done = False
         self._batch: GlobalBatch | None = None
+        self._inputs: EpochInputs | None = None
         self._counted_step = -1
         self._changed_buffers: set[str] = set()
         self._parameters = ParameterSet(model)
-        self._inputs = loader.range_loader(_Ranges(self))
+        self._ranges = loader.range_loader()
         self._make_ranks_agree()
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
@@ -195,7 +197,7 @@ class Training:
             self._begin_next_epoch()
         with self._training_environment():
             buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
-            inputs = iter(self._inputs)
+            inputs = self._inputs = self._epoch_inputs()
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
                 if self._parameters.has_changed():
@@ -204,14 +206,15 @@ class Training:
                     self.model, self._parameters, buffers, self._exchange, self.threads
                 )
                 step, deals = self._step, self._deals(number)
+                audit = self._audits.audit_of(step, deals)
                 self._batch = GlobalBatch(
                     epoch=self._epoch,
                     number=number,
                     step=step,
                     plan=plan,
-                    own=deals[self._exchange.rank],
-                    audit=self._audits.audit_of(step, deals),
-                    inputs=inputs,
+                    audit=audit,
+                    inputs=inputs.begin(number),
+                    new_queue=functools.partial(ShardQueue, deals, self._exchange.rank, audit),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -227,6 +230,9 @@ class Training:
         """The loop over the batches is over, or was left. A loop over shards that was left early is
         remembered: what follows must not use its gradients.
         """
+        if self._inputs is not None:
+            self._inputs.release()
+            self._inputs = None
         if self._batch is not None:
             self._batch.release_inputs()
             if not self._batch.is_open:
@@ -268,20 +274,21 @@ class Training:
             self._batches_done += 1
             self._sampler.position.seek(self._epoch, self._batches_done)
 
-    def _ranges(self) -> Iterator[BatchRange]:
-        """What this rank loads in the rest of the epoch, seen from now."""
-        epoch, first, step = self._epoch, self._batches_done, self._step
-        return (
-            BatchRange(epoch, number, shard.start, shard.stop)
-            for number in range(first, len(self._sampler))
-            for shard in self._shards_to_load(number, step + number - first)
-        )
+    def _epoch_inputs(self) -> EpochInputs:
+        """The inputs of the rest of the epoch, seen from now."""
+        first_step, first = self._step, self._batches_done
 
-    def _shards_to_load(self, number: int, step: int) -> list[Shard]:
+        def dealt(number: int) -> Sequence[Shard]:
+            return self._shards_to_load(number, first_step + number - first)
+
+        return EpochInputs(self._ranges, self._epoch, range(first, len(self._sampler)), dealt)
+
+    def _shards_to_load(self, number: int, step: int) -> Sequence[Shard]:
         deals = self._deals(number)
         audit, rank = self._audits.audit_of(step, deals), self._exchange.rank
-        audited = [audit.shard] if audit is not None and audit.auditor == rank else []
-        return [*deals[rank], *audited]
+        if audit is not None and audit.auditor == rank and audit.shard not in deals[rank]:
+            return [*deals[rank], audit.shard]
+        return deals[rank]
 
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
@@ -477,16 +484,6 @@ class Training:
             group = dist.group.WORLD
             assert group is not None
             broadcast(group, [*self.model.parameters(), *self.model.buffers()], 0)
-
-
-class _Ranges:
-    """What a training's loader loads: another list in every pass."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-
-    def __iter__(self) -> Iterator[BatchRange]:
-        return self._training._ranges()
 
 
 class _Loading:
