@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from paceline.errors import StepError
+from paceline.errors import GroupError, StepError
 from paceline.training.audit import Audit
 from paceline.training.shard_inputs import BatchInputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
@@ -74,7 +74,6 @@ class GlobalBatch:
                 early. No rank's gradients have changed.
         """
         self.check_not_in_loop("batch.shards() was called again")
-        self._state = _State.IN_LOOP
         seeds = self._seeds(self._passes)
         work = self._pass = ShardPass(
             self._setting, self._plan, seeds, self._audit, step=self.step, number=self._passes
@@ -82,23 +81,47 @@ class GlobalBatch:
         self._passes += 1
         queue = self._new_queue()
         failure: StepError | None = None
-        try:
-            while failure is None and (task := queue.next()) is not None:
-                inputs = self._inputs.of(task.shard)
-                work.begin(task.shard)
-                self._in_shard = True
-                yield inputs
-                self._in_shard = False
-                failure = _end(work, task)
-        except GeneratorExit:
-            self._state = _State.LEFT_EARLY
-            raise
-        self._state = _State.FAILED
-        result = work.complete(failure)
+        result: PassResult | None = None
+        # Once, unless ranks are lost: then some of their shards are handed over.
+        while result is None:
+            self._state = _State.IN_LOOP
+            try:
+                while failure is None and (task := queue.next()) is not None:
+                    inputs = self._inputs.of(task.shard)
+                    work.begin(task.shard)
+                    self._in_shard = True
+                    yield inputs
+                    self._in_shard = False
+                    failure = _end(work, task)
+            except GeneratorExit:
+                self._state = _State.LEFT_EARLY
+                raise
+            self._state = _State.FAILED
+            result = self._complete(work, queue, failure)
         self._pass = None
         self._metrics.update(result.metrics)
         self._state = _State.COMPLETE
         self._on_complete(result)
+
+    def _complete(
+        self, work: ShardPass, queue: ShardQueue, failure: StepError | None
+    ) -> PassResult | None:
+        """The result of the pass; None if it is to be tried again, after the shards in the queue,
+        if there are any.
+        """
+        lost: GroupError | None = None
+        try:
+            outcome = work.complete(failure)
+        except GroupError as error:
+            lost = error
+        # Outside of the handler: an error that is being handled would be told to the other ranks.
+        if lost is not None:
+            self._setting.recover(lost)
+            return None
+        if isinstance(outcome, PassResult):
+            return outcome
+        queue.hand_over(outcome)
+        return None
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Log numbers of the current shard: the mean over its samples, or a tensor with one or more
