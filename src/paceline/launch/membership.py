@@ -52,6 +52,7 @@ _ERRORS_IN_A_ROW = 3
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 30.0
 _LEAVE_S = 30.0  # what a rank may take to end once it was left out
+_GIVE_UP_S = 5.0  # the same for one that was asked to leave before it had begun
 _POLL_S = 0.05
 # These come from outside, from a user or the kernel's shortage of memory: no error of the script.
 _FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
@@ -136,6 +137,7 @@ class _Process:
     step: int | None = None  # None: it does not have the state of training
     is_leaving: bool = False
     is_failing: bool = False
+    has_time_limit: bool = False  # to end, after it was asked to leave
     kill_at: float = math.inf
     kill_reason: str = ""
 
@@ -222,7 +224,7 @@ class Membership:
     def continued(self, member_id: int) -> None:
         """A process that was stopped runs again."""
         process = self._processes.get(member_id)
-        if process is not None and process.standing is not _Standing.LEFT_OUT:
+        if process is not None and not process.has_time_limit:
             process.kill_at, process.kill_reason = math.inf, ""
 
     def scale(self, ranks: int) -> None:
@@ -240,6 +242,8 @@ class Membership:
         """How far members have come, by id."""
         for member_id, step in steps.items():
             if step is not None and member_id in self._processes:
+                if self._processes[member_id].step is None:
+                    self._failed_starts = 0
                 self._processes[member_id].step = step
                 self._job_step = max(self._job_step, step)
 
@@ -294,7 +298,7 @@ class Membership:
             self._target -= 1
             return
         self._restarts += 1
-        if not process.is_member:
+        if process.step is None:
             # It died before it was of any use, and the next one may do the same.
             back_off_s = min(_FIRST_BACK_OFF_S * 2**self._failed_starts, _LONGEST_BACK_OFF_S)
             self._failed_starts += 1
@@ -310,9 +314,9 @@ class Membership:
         return [
             *self._tell_notices(),
             *self._end_after_failure(),
-            *self._kill_due(now),
             *self._kill_unneeded(),
-            *self._shrink(now),
+            *self._shrink(),
+            *self._kill_due(now),
             *self._publish(now),
             *self._grow(now),
         ]
@@ -320,7 +324,7 @@ class Membership:
     def wake_at(self, now: float) -> float:
         """When to call `decide` again at the latest."""
         moments = [process.kill_at for process in self._processes.values()]
-        if self._phase is _Phase.TRAINING and self._lacking > 0 and any(self._free_slots()):
+        if self._phase is _Phase.TRAINING and self._lacking > 0 and self._free_slots():
             moments.append(self._start_at)
         if any(process.is_leaving and process.is_member for process in self._processes.values()):
             moments.append(now + _POLL_S)  # until another member has the state
@@ -337,6 +341,9 @@ class Membership:
 
     def _kill_due(self, now: float) -> Iterator[Order]:
         for process in self._processes.values():
+            has_not_begun = process.standing in {_Standing.STARTING, _Standing.READY}
+            if process.is_leaving and has_not_begun and not process.has_time_limit:
+                process.kill_at, process.has_time_limit = now + _GIVE_UP_S, True
             if process.kill_at <= now:
                 process.kill_at = math.inf
                 yield Kill(process.member.id)
@@ -350,7 +357,7 @@ class Membership:
                 process.is_leaving = True
                 yield Kill(process.member.id)
 
-    def _shrink(self, now: float) -> Iterator[Order]:
+    def _shrink(self) -> Iterator[Order]:
         if self._phase is not _Phase.TRAINING or self._lacking >= 0:
             return
         # Those that lose least: without the state of training first, then the highest slots.
@@ -360,14 +367,12 @@ class Membership:
         )
         for process in staying[: -self._lacking]:
             process.is_leaving = True
-            if not process.is_member:
-                process.kill_at = now + _LEAVE_S
             yield Terminate(process.member.id)
 
     def _grow(self, now: float) -> Iterator[Order]:
         if self._phase is not _Phase.TRAINING or now < self._start_at:
             return
-        for slot in list(self._free_slots())[: max(0, self._lacking)]:
+        for slot in self._free_slots()[: max(0, self._lacking)]:
             member = Member(slot, self._next_id)
             is_initial = self._next_id < self._config.start_ranks
             self._processes[member.id] = _Process(member, is_initial)
@@ -378,9 +383,9 @@ class Membership:
     def _lacking(self) -> int:
         return self._target - sum(process.stays for process in self._processes.values())
 
-    def _free_slots(self) -> Iterator[int]:
+    def _free_slots(self) -> list[int]:
         taken = {process.member.slot for process in self._processes.values()}
-        return (slot for slot in range(self._config.max_ranks) if slot not in taken)
+        return [slot for slot in range(self._config.max_ranks) if slot not in taken]
 
     # -- generations -------------------------------------------------------------------------------
 
@@ -396,11 +401,10 @@ class Membership:
         for process in self._processes.values():
             if process.is_member and process not in chosen:
                 process.standing = _Standing.LEFT_OUT
-                process.kill_at = now + _LEAVE_S
+                process.kill_at, process.has_time_limit = now + _LEAVE_S, True
         for process in chosen:
             if not process.is_member:
                 process.standing = _Standing.MEMBER
-                self._failed_starts = 0
                 if self._newest.number >= 0:
                     self._news.append(f"{process.name} joins")
         reason = "; ".join(self._news) or "the job begins"
