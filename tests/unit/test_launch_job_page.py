@@ -8,9 +8,10 @@ import pytest
 
 from paceline.errors import CollectiveTimeout
 from paceline.launch import elastic_job
-from paceline.launch.elastic_job import ELASTIC, ElasticJob, current_elastic_job, elastic_variable
+from paceline.launch.elastic_job import ElasticJob, current_elastic_job, elastic_variable
 from paceline.launch.generation import Generation, Member
 from paceline.launch.job_page import JobPage, Word
+from paceline.launch.messages import ELASTIC
 
 
 @pytest.fixture

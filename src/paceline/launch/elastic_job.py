@@ -17,10 +17,10 @@ from collections.abc import Mapping
 from paceline.errors import CollectiveTimeout
 from paceline.launch.generation import Generation
 from paceline.launch.job_page import JobPage, Word
+from paceline.launch.messages import ELASTIC
 
-__all__ = ["ELASTIC", "ElasticJob", "current_elastic_job", "elastic_variable", "request_line"]
+__all__ = ["ElasticJob", "current_elastic_job", "elastic_variable", "request_line"]
 
-ELASTIC = "PACELINE_ELASTIC"
 _SHORTEST_PAUSE_S = 0.0002
 _LONGEST_PAUSE_S = 0.005
 
