@@ -15,6 +15,7 @@ from paceline._linux import adopt_orphans
 from paceline.errors import ConfigError, describe_exit
 from paceline.launch.messages import (
     PRELOAD,
+    ElasticConfig,
     RendezvousConfig,
     ReportKind,
     Script,
@@ -28,6 +29,8 @@ from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, sta
 
 __all__ = ["add_arguments", "run"]
 
+_MAX_RESTARTS = 100
+_STOPPED = "PACELINE_STOPPED_S"  # how long a rank of an elastic job may be stopped
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "-n", "--nproc", "--nproc-per-node", "--nproc_per_node", dest="ranks", metavar="N",
-        default=_torchrun("NPROC_PER_NODE", "auto"),
+        default=_torchrun("NPROC_PER_NODE", ""),
         help="ranks on this host, or auto: one per accelerator, else one per core (default: auto)",
     )  # fmt: skip
     parser.add_argument(
@@ -77,6 +80,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--preload", default=",".join(PRELOAD), metavar="MODULES",
         help="imported once before ranks are forked; add what your script takes long to import "
         "(default: %(default)s)",
+    )  # fmt: skip
+    elastic = parser.add_argument_group(
+        "elastic jobs (the script trains with paceline.Training; bits are those of any other run)"
+    )
+    elastic.add_argument(
+        "--elastic", metavar="MIN:MAX",
+        help="ranks that die are replaced, and may come and go: never fewer than MIN at work, "
+        "never more than MAX (with -n: how many to begin with; default: MAX)",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--max-restarts", metavar="N",
+        help="replace at most N ranks in all; then go on with those that are left, down to MIN "
+        f"(default: {_MAX_RESTARTS})",
+    )  # fmt: skip
+    elastic.add_argument(
+        "--restart-on-error", action="store_true",
+        help="also replace a rank whose script raised an exception, instead of ending the job",
     )  # fmt: skip
     nodes = parser.add_argument_group(
         "several hosts (start the same command on each; names as in torchrun)"
@@ -183,7 +203,8 @@ def _plan(options: argparse.Namespace) -> Plan:
         first = os.path.dirname(os.path.realpath(target))
         if os.path.isdir(target):
             first = os.path.abspath(target)  # a directory with a __main__.py
-    ranks = count_ranks(options.ranks)
+    elastic = _elastic_config(options)
+    ranks = elastic.max_ranks if elastic is not None else count_ranks(options.ranks or "auto")
     return Plan(
         work=Script(target, tuple(arguments), options.module),
         ranks=ranks,
@@ -201,7 +222,48 @@ def _plan(options: argparse.Namespace) -> Plan:
         stall_after_s=stall_after_s(options.stall_after or os.environ.get(STALL_AFTER)),
         grace_s=_seconds("--grace", options.grace),
         owns_process=True,
+        elastic=elastic,
     )
+
+
+def _elastic_config(options: argparse.Namespace) -> ElasticConfig | None:
+    if options.elastic is None:
+        for option, is_given in (
+            ("--max-restarts", options.max_restarts is not None),
+            ("--restart-on-error", options.restart_on_error),
+        ):
+            if is_given:
+                raise ConfigError(f"{option} needs --elastic MIN:MAX: other jobs restart nothing")
+        return None
+    if _whole_number("--nnodes", options.nnodes) != 1:
+        raise ConfigError(
+            f"--elastic is for the ranks of one host, but --nnodes is {options.nnodes}: leave one "
+            "of them out"
+        )
+    low, high = _elastic_range(options.elastic)
+    start = count_ranks(options.ranks) if options.ranks else high
+    if not low <= start <= high:
+        raise ConfigError(
+            f"-n should be from {low} to {high}, as --elastic {options.elastic} says, but is "
+            f"{start}"
+        )
+    restarts = _MAX_RESTARTS
+    if options.max_restarts is not None:
+        restarts = _whole_number("--max-restarts", options.max_restarts)
+    if restarts < 0:
+        raise ConfigError(f"--max-restarts should be 0 or more but is {restarts}")
+    stopped_s = _seconds(_STOPPED, os.environ.get(_STOPPED, "10"))
+    return ElasticConfig(low, high, start, restarts, options.restart_on_error, stopped_s)
+
+
+def _elastic_range(text: str) -> tuple[int, int]:
+    low, colon, high = text.partition(":")
+    if not (colon and low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
+        raise ConfigError(
+            "--elastic should be MIN:MAX, two numbers of ranks such as 2:4 with 1 <= MIN <= MAX, "
+            f"but is {text!r}"
+        )
+    return count_ranks(low), count_ranks(high)
 
 
 def _check_script(target: str) -> None:
@@ -349,7 +411,7 @@ def _report_stop(result: JobResult, screen: Screen) -> int:
 
 
 def _all_succeeded(result: JobResult) -> bool:
-    return len(result.succeeded) == len(result.reports)
+    return 0 < len(result.succeeded) == len(result.pids)
 
 
 def _report_failure(result: JobResult, plan: Plan, output: Output, screen: Screen) -> int:
@@ -360,7 +422,7 @@ def _report_failure(result: JobResult, plan: Plan, output: Output, screen: Scree
         output.report(first.rank, first.report.text)
     elif output.tails[first.rank] and plan.ranks > 1:
         output.report(first.rank, "\n".join(["its last lines:", *output.tails[first.rank]]))
-    others = plan.ranks - 1
+    others = len(result.pids) - 1
     stopped = "" if others == 0 else f"; {others} other{'s' if others > 1 else ''} stopped"
     screen.report(f"{_name(first, result)} failed first: {_reason(first)}{stopped}")
     return exit_code_for_shell(first.exitcode or 1)

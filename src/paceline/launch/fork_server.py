@@ -23,14 +23,12 @@ import os
 import selectors
 import signal
 import socket
-import sys
 import time
 import traceback
-from collections.abc import Iterable, Iterator
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
-from paceline._interpreter import freeze_garbage, interpreter_flags, without_collecting
+from paceline._interpreter import freeze_garbage, without_collecting
 from paceline._linux import (
     adopt_orphans,
     catches_signal,
@@ -50,6 +48,15 @@ from paceline.launch.messages import (
     Started,
     StartFailure,
 )
+from paceline.launch.rank_process import (
+    LIMITS,
+    CannotStart,
+    ThisRank,
+    become_rank,
+    inherited_descriptors,
+    role_variables,
+    wake_on_child_change,
+)
 from paceline.launch.reaper import fork_below_reaper
 
 if TYPE_CHECKING:
@@ -63,7 +70,6 @@ _ELASTIC_PORT = 29400  # torchrun's, where an endpoint names none
 _PEER_POLL_S = 1.0
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
-_LIMITS = ". Start fewer ranks, or raise the limits of processes and open files (ulimit -u, -n)"
 
 
 def main(control_fd: int) -> int:
@@ -78,48 +84,45 @@ def main(control_fd: int) -> int:
     try:
         exitcode = fork_below_reaper(job.launcher_pid, lambda: _close_inherited(job, control))
     except OSError as error:
-        _report_failure(control, f"no process could be started: {error.strerror}{_LIMITS}", 2)
+        _report_failure(control, f"no process could be started: {error.strerror}{LIMITS}", 2)
         return 1
     if exitcode is not None:
         return exitcode
     die_with_parent(reaper)  # until the ranks exist there is nothing to clean up
     adopt_orphans()
-    for descriptor in _inherited(job):
+    for descriptor in inherited_descriptors(job):
         os.set_inheritable(descriptor, False)
     os.environ.update(job.environ)
     # OpenMP and OpenBLAS read it once, when torch loads them.
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     try:
         _preload(job)
+        if job.elastic is not None:
+            return _run_elastic(job, control)
         started = _start_ranks(job, control)
-    except _CannotStart as error:
+    except CannotStart as error:
         _report_failure(control, str(error), error.exitcode)
         return 1
-    if isinstance(started, _ThisRank):
+    if isinstance(started, ThisRank):
         return rank_main.run(started.role_fd, started.report_fd)
     return _Server(job, control, started).serve()
 
 
-def _inherited(job: Job) -> Iterable[int]:
-    for pipes in job.pipes:
-        yield from pipes.all()
-    if job.rendezvous.listen_fd >= 0:
-        yield job.rendezvous.listen_fd
+def _run_elastic(job: Job, control: Connection) -> int:
+    # Imported here: other jobs do without.
+    from paceline.launch.elastic_server import ElasticServer
+
+    ended = ElasticServer(job, control).serve()
+    if isinstance(ended, ThisRank):
+        return rank_main.run(ended.role_fd, ended.report_fd)
+    return ended
 
 
 def _close_inherited(job: Job, control: Connection) -> None:
     """In the reaper: a copy of a descriptor would hide its end from the launcher."""
     control.close()
-    for descriptor in _inherited(job):
+    for descriptor in inherited_descriptors(job):
         os.close(descriptor)
-
-
-class _CannotStart(Exception):
-    """The job cannot start, for a reason that the message tells the user."""
-
-    def __init__(self, message: str, exitcode: int) -> None:
-        super().__init__(message)
-        self.exitcode = exitcode
 
 
 def _preload(job: Job) -> None:
@@ -139,22 +142,14 @@ def _import(name: str) -> None:
         message = f"--preload should name modules, but {name!r} cannot be imported: {reason}"
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing is not None and f"{name}.".startswith(f"{missing}."):
-            raise _CannotStart(message, 2) from None
+            raise CannotStart(message, 2) from None
         # The module itself fails: where it does, is worth a look.
-        raise _CannotStart(f"{traceback.format_exc()}{message}", 1) from None
+        raise CannotStart(f"{traceback.format_exc()}{message}", 1) from None
 
 
 def _report_failure(control: Connection, reason: str, exitcode: int = 1) -> None:
     with contextlib.suppress(OSError):
         control.send(StartFailure(reason, exitcode))
-
-
-@dataclasses.dataclass(frozen=True)
-class _ThisRank:
-    """What `_start_ranks` returns in a rank."""
-
-    role_fd: int
-    report_fd: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +160,7 @@ class _Child:
     role_fd: int
 
 
-def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
+def _start_ranks(job: Job, control: Connection) -> ThisRank | list[_Child]:
     server = os.getpid()
     children: list[_Child] = []
     for rank in range(job.ranks):
@@ -174,8 +169,8 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
             pid = os.fork()
         except OSError as error:
             # Those that were forked end with this process.
-            raise _CannotStart(
-                f"rank {rank} of {job.ranks} could not be started: {error.strerror}{_LIMITS}", 2
+            raise CannotStart(
+                f"rank {rank} of {job.ranks} could not be started: {error.strerror}{LIMITS}", 2
             ) from None
         if pid == 0:
             die_with_parent(server)
@@ -186,7 +181,7 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
             for child in children:
                 os.close(child.role_fd)
             os.close(role_write)
-            return _become_rank(job, rank, role_read)
+            return become_rank(job, rank, role_read)
         os.close(role_read)
         children.append(_Child(pid, role_write))
     # Only the ranks write to these: the launcher sees the end of a pipe when its rank is gone.
@@ -194,33 +189,6 @@ def _start_ranks(job: Job, control: Connection) -> _ThisRank | list[_Child]:
         for descriptor in pipes.all():
             os.close(descriptor)
     return children
-
-
-def _become_rank(job: Job, rank: int, role_fd: int) -> _ThisRank:
-    mine = job.pipes[rank]
-    os.dup2(mine.stdout, 1)
-    os.dup2(mine.stderr, 2)
-    if rank != 0:  # two readers of one terminal would each get part of the input
-        null = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(null, 0)
-        os.close(null)
-    for descriptor in _inherited(job):
-        if descriptor != mine.report:
-            os.close(descriptor)
-    if job.start_method == "spawn":
-        _exec_rank(job, role_fd, mine.report)
-    return _ThisRank(role_fd, mine.report)
-
-
-def _exec_rank(job: Job, role_fd: int, report_fd: int) -> None:
-    for descriptor in (role_fd, report_fd):
-        os.set_inheritable(descriptor, True)
-    code = (
-        f"import sys; sys.path[:] = {list(job.path)!r}; "
-        "from paceline.launch.rank_main import main; "
-        f"sys.exit(main({role_fd}, {report_fd}))"
-    )
-    os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", code])
 
 
 class _Server:
@@ -238,9 +206,10 @@ class _Server:
     def serve(self) -> int:
         outlive_parent()  # from here on a killed launcher is noticed as the end of the connection
         with contextlib.ExitStack() as stack:
-            wake = stack.enter_context(_wake_on_child_exit())
+            wake = stack.enter_context(wake_on_child_change())
             try:
-                self._send(Started(tuple(child.pid for child in self._children), os.getpid()))
+                pids = {rank: child.pid for rank, child in enumerate(self._children)}
+                self._send(Started(pids, os.getpid()))
                 nodes = _Nodes(self._job)
                 stack.callback(lambda: nodes.leave(self._failed))
                 self._send_roles(nodes)
@@ -261,20 +230,15 @@ class _Server:
         job = self._job
         self._send(JobPlaced(nodes.first_rank, nodes.world_size))
         for local, child in enumerate(self._children):
-            variables = {
-                "RANK": str(nodes.first_rank + local),
-                "LOCAL_RANK": str(local),
-                "WORLD_SIZE": str(nodes.world_size),
-                "LOCAL_WORLD_SIZE": str(job.ranks),
-                "GROUP_RANK": str(nodes.node),
-                "MASTER_ADDR": nodes.address,
-                "MASTER_PORT": str(nodes.port),
-                # What torch's own env:// looks at: the store is served already, by this process.
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "PACELINE_LAUNCHER": job.launcher,
-                "OMP_NUM_THREADS": str(job.threads),
-            }
+            variables = role_variables(
+                job,
+                rank=nodes.first_rank + local,
+                local_rank=local,
+                world_size=nodes.world_size,
+                node=nodes.node,
+                address=nodes.address,
+                port=nodes.port,
+            )
             with contextlib.suppress(BrokenPipeError):  # it was killed before it began
                 rank_main.send_frame(child.role_fd, rank_main.Role(job.work, variables))
             os.close(child.role_fd)
@@ -337,19 +301,6 @@ class _Server:
         for pid in list(self._running):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-
-
-@contextlib.contextmanager
-def _wake_on_child_exit() -> Iterator[socket.socket]:
-    """A socket that becomes readable when a child has ended."""
-    wake, written = socket.socketpair()
-    with wake, written:
-        wake.setblocking(False)
-        written.setblocking(False)
-        signal.set_wakeup_fd(written.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)
-        yield wake
-        signal.set_wakeup_fd(-1)
 
 
 class _Nodes:

@@ -2,7 +2,8 @@
 
 launcher -> fork server   Job, then Signals
 fork server -> launcher   Started, JobPlaced, a RankEnd for each rank; StartFailure instead or
-                          in between
+                          in between; in an elastic job also MemberStarted, MemberLost, RankFailing
+                          and Announcement
 rank -> launcher          a Report, over a pipe of its own
 """
 
@@ -16,6 +17,7 @@ __all__ = [
     "Script",
     "Function",
     "RendezvousConfig",
+    "ElasticConfig",
     "RankPipes",
     "Job",
     "ReportKind",
@@ -25,14 +27,24 @@ __all__ = [
     "Signal",
     "JobPlaced",
     "StartFailure",
+    "MemberStarted",
+    "MemberLost",
+    "RankFailing",
+    "Announcement",
+    "ElasticMessage",
     "ServerMessage",
     "exit_code_for_shell",
+    "ELASTIC",
     "PRELOAD",
 ]
 
 # What nearly every training script imports: the first optimizer a process makes imports
 # torch._dynamo, which costs as much as torch itself.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo")
+
+
+# Set in the ranks of an elastic job: `launch/elastic_job.py` reads it.
+ELASTIC = "PACELINE_ELASTIC"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +76,20 @@ class RendezvousConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class ElasticConfig:
+    """An elastic job: it has from `min_ranks` to `max_ranks` ranks, and begins with
+    `start_ranks`.
+    """
+
+    min_ranks: int
+    max_ranks: int
+    start_ranks: int
+    max_restarts: int = 100
+    restart_on_error: bool = False  # also after an exception that nobody handled
+    stopped_s: float = 10.0  # a rank that is stopped for longer is killed
+
+
+@dataclasses.dataclass(frozen=True)
 class RankPipes:
     """One rank's ends of the pipes to the launcher, as descriptor numbers."""
 
@@ -77,7 +103,9 @@ class RankPipes:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """Everything the fork server needs to start the ranks."""
+    """Everything the fork server needs to start the ranks. In an elastic job `ranks` is the most
+    there may be.
+    """
 
     work: Script | Function
     ranks: int
@@ -90,6 +118,7 @@ class Job:
     preload: tuple[str, ...] = ()
     path: tuple[str, ...] = ()
     environ: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    elastic: ElasticConfig | None = None
 
 
 class ReportKind(enum.Enum):
@@ -118,9 +147,9 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Started:
-    """From the fork server: every rank has its process."""
+    """From the fork server: ranks, by number, have their processes."""
 
-    pids: tuple[int, ...]
+    pids: Mapping[int, int]
     server_pid: int
 
 
@@ -150,6 +179,37 @@ class StartFailure:
 
 
 @dataclasses.dataclass(frozen=True)
+class MemberStarted:
+    """From the fork server of an elastic job: a process was started as this rank."""
+
+    rank: int
+    pid: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemberLost:
+    """From the fork server of an elastic job: a rank's process ended, and the job goes on."""
+
+    rank: int
+    exitcode: int
+    when: float
+
+
+@dataclasses.dataclass(frozen=True)
+class RankFailing:
+    """From the fork server of an elastic job: an error is ending this rank, and so the job."""
+
+    rank: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Announcement:
+    """From the fork server of an elastic job: a line for the screen."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Signal:
     """To the fork server: send a signal to every rank that still runs, but for one that is ending
     anyway.
@@ -159,7 +219,8 @@ class Signal:
     skip: int | None = None
 
 
-ServerMessage = Started | JobPlaced | RankEnd | StartFailure
+ElasticMessage = MemberStarted | MemberLost | RankFailing | Announcement
+ServerMessage = Started | JobPlaced | RankEnd | StartFailure | ElasticMessage
 
 
 def exit_code_for_shell(exitcode: int) -> int:

@@ -20,7 +20,7 @@ from types import ModuleType, TracebackType
 from paceline.diagnostics import session
 from paceline.errors import ConfigError, PeerLost, StepError
 from paceline.failure_channel import previous_excepthook, publish_error
-from paceline.launch.messages import Function, Report, ReportKind, Script
+from paceline.launch.messages import ELASTIC, Function, Report, ReportKind, Script
 from paceline.rank_env import find_rank_env
 
 __all__ = ["Role", "main", "run", "send_frame"]
@@ -145,6 +145,7 @@ def _report_error(error: BaseException, rank: int, report_fd: int) -> int:
     """Report an exception that reached the top; returns the exit code it stands for."""
     now = time.monotonic()
     publish_error(error)
+    _tell_elastic_job(error)
     if isinstance(error, SystemExit):
         return _report_exit(error, report_fd, now)
     tb = _without_our_frames(error.__traceback__)
@@ -160,6 +161,18 @@ def _report_error(error: BaseException, rank: int, report_fd: int) -> int:
     payload, cause = _dump(error, tb), _caused_by(error, rank)
     send_frame(report_fd, Report(ReportKind.ERROR, now, text, summary, payload, cause))
     return 1
+
+
+def _tell_elastic_job(error: BaseException) -> None:
+    """In an elastic job: it is an error that ends this rank, not a fate that a replacement may be
+    spared.
+    """
+    if ELASTIC not in os.environ or (isinstance(error, SystemExit) and not error.code):
+        return
+    from paceline.launch.elastic_job import current_elastic_job
+
+    if (job := current_elastic_job()) is not None:
+        job.failing(has_lost_peer=isinstance(error, PeerLost))
 
 
 def _caused_by(error: BaseException, rank: int) -> int | None:

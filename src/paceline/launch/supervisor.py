@@ -37,10 +37,16 @@ from paceline._interpreter import interpreter_flags
 from paceline._linux import end_descendants
 from paceline.errors import describe_exit
 from paceline.launch.messages import (
+    Announcement,
+    ElasticConfig,
+    ElasticMessage,
     Function,
     Job,
     JobPlaced,
+    MemberLost,
+    MemberStarted,
     RankEnd,
+    RankFailing,
     RankPipes,
     RendezvousConfig,
     Report,
@@ -75,7 +81,7 @@ class Plan:
     """What to start. `Job` is the same with descriptors in it."""
 
     work: Script | Function
-    ranks: int
+    ranks: int  # in an elastic job: the most there may be
     threads: int
     launcher: str
     path: tuple[str, ...]
@@ -86,6 +92,7 @@ class Plan:
     grace_s: float = 30.0
     owns_process: bool = False  # whether every child of this process is the job's
     stall_after_s: float = 30.0
+    elastic: ElasticConfig | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,9 +223,9 @@ class _Stop:
 class _Rank:
     """The launcher's side of one rank."""
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int, pid: int | None = None) -> None:
         self.index = index
-        self.pid: int | None = None
+        self.pid = pid
         self.report: Report | None = None
         self.end: RankEnd | None = None
         self._frame = bytearray()
@@ -401,8 +408,8 @@ class _JobRun:
                 if self._phase is _Phase.STARTING:
                     self._phase = _Phase.RUNNING
                 self._server_pid = message.server_pid
-                for rank, pid in zip(self._ranks, message.pids, strict=True):
-                    rank.pid = pid
+                for rank, pid in message.pids.items():
+                    self._ranks[rank].pid = pid
             case JobPlaced():
                 self._first_rank = message.first_rank
                 self._output.number_ranks_from(message.first_rank)
@@ -413,12 +420,39 @@ class _JobRun:
             case StartFailure():
                 self._start_failure = self._start_failure or message
                 self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
+            case _:
+                self._on_elastic_message(message)
 
-    def _on_pipe(self, descriptor: int, kind: str, rank: int) -> None:
+    def _on_elastic_message(self, message: ElasticMessage) -> None:
+        match message:
+            case MemberStarted():
+                self._ranks[message.rank] = _Rank(message.rank, message.pid)
+            case MemberLost():
+                self._forget_life(self._ranks[message.rank])
+            case RankFailing():
+                self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=message.rank)
+            case Announcement():
+                self._output.report_job(f"paceline: {message.text}")
+
+    def _forget_life(self, rank: _Rank) -> None:
+        """A rank has ended, and the job goes on. Another process may write to its pipes from now
+        on: what this one has written is read before, and half a message is dropped.
+        """
+        for key in [*self._selector.get_map().values()]:
+            if _is_pipe(key) and key.data[1] == rank.index:
+                while self._on_pipe(key.fd, *key.data):
+                    pass
+        self._output.end(rank.index)
+        if rank.report is not None and rank.report.kind is ReportKind.ERROR:
+            self._output.report(rank.index, rank.report.text)
+        self._ranks[rank.index] = _Rank(rank.index)
+
+    def _on_pipe(self, descriptor: int, kind: str, rank: int) -> bool:
+        """Read from a pipe; whether there was anything."""
         try:
             data = os.read(descriptor, _READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         if not data:
             self._selector.unregister(descriptor)
             os.close(descriptor)
@@ -426,12 +460,15 @@ class _JobRun:
             self._on_report(self._ranks[rank], data)
         else:
             self._output.feed(rank, _STREAMS[kind], data)
+        return bool(data)
 
     def _on_report(self, rank: _Rank, data: bytes) -> None:
         report = rank.feed_report(data)
         # A rank that failed will end by itself. The others need not wait for that, nor for it to
         # hang in its clean-up. One that only passes on another's error leaves that rank time to
-        # report its own.
+        # report its own. In an elastic job the fork server decides what an error means.
+        if self._plan.elastic is not None:
+            return
         if report is not None and report.kind is ReportKind.ERROR and report.caused_by is None:
             self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=rank.index)
 
@@ -606,5 +643,6 @@ def _start_fork_server(plan: Plan, pipes: list[RankPipes]) -> _ForkServer:
             preload=plan.preload,
             path=plan.path,
             environ={**plan.environ, WATCHED: "1"},
+            elastic=plan.elastic,
         )
         return _ForkServer(job, inherited)

@@ -1,0 +1,207 @@
+"""The job page of an elastic job: memory in which its fork server tells who belongs to the job.
+
+A page is anonymous memory (a memfd) that the fork server makes before it starts ranks. Ranks and
+their replacements inherit it, `paceline ps` and `paceline scale` find it in `/proc`.
+
+    byte 0      an 8-byte word for each member of `Word`
+    byte 256    the id of the job
+    byte 512    for each slot three words: member, pid, step
+    after that  the latest generations, a ring of records: checksum, length, JSON
+
+There is one writer for each word: the rank in a slot writes the slot's step, the fork server
+everything else. A generation is written before LATEST is raised to its number. A reader takes a
+record only if checksum and number are right; otherwise it was overtaken, and looks again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import mmap
+import os
+import struct
+import time
+import zlib
+
+from paceline._linux import anonymous_memory
+from paceline.errors import NativeError
+from paceline.launch.generation import Generation, Member
+
+__all__ = ["JobPage", "MEMFD_NAME", "PublishedGeneration", "Word"]
+
+MEMFD_NAME = "paceline-job"
+_MAGIC = 0x7061_6365_0E01  # changes with the layout
+_JOB_AT, _JOB_BYTES = 256, 64
+_SLOTS_AT = 512
+_SLOT_WORDS = 3
+_RECORDS_KEPT = 16
+_RECORD_HEADER = struct.Struct("<II")
+_LONGEST_REASON = 200
+_NOBODY = -1
+
+
+class Word(enum.IntEnum):
+    """Where each number of the page is, in units of 8 bytes."""
+
+    MAGIC = 0
+    LATEST = 1  # the number of the newest generation; -1 before the first
+    IS_ENDING = 2  # 1: the whole job was asked to end
+    MIN_RANKS = 3
+    MAX_RANKS = 4  # the number of slots
+    TARGET = 5  # how many ranks the job is meant to have
+    SERVER_PID = 6
+    REQUESTS_FD = 7  # the write end of the requests pipe, in the fork server
+
+
+@dataclasses.dataclass(frozen=True)
+class PublishedGeneration:
+    """A generation, and when it began (CLOCK_MONOTONIC)."""
+
+    generation: Generation
+    began_ns: int
+
+
+class JobPage:
+    """A mapped page. The process that made it writes, others read, a rank writes its own step."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self.words = memoryview(self._memory).cast("q")
+        if self.words[Word.MAGIC] != _MAGIC:
+            raise NativeError(
+                "the job page is that of another version of Paceline: use the same version for the "
+                "launcher and the ranks"
+            )
+        self._record_bytes = _record_bytes(self.max_ranks)
+
+    @classmethod
+    def create(cls, job: str, *, min_ranks: int, max_ranks: int) -> JobPage:
+        """A page of a job without members. Its descriptor is open in the caller."""
+        nbytes = _records_at(max_ranks) + _RECORDS_KEPT * _record_bytes(max_ranks)
+        descriptor = anonymous_memory(MEMFD_NAME, nbytes)
+        words = {
+            Word.MAGIC: _MAGIC,
+            Word.LATEST: -1,
+            Word.MIN_RANKS: min_ranks,
+            Word.MAX_RANKS: max_ranks,
+            Word.SERVER_PID: os.getpid(),
+            Word.REQUESTS_FD: -1,
+        }
+        header = struct.pack(f"<{len(Word)}q", *(words.get(word, 0) for word in Word))
+        os.pwrite(descriptor, header, 0)
+        os.pwrite(descriptor, job.encode()[:_JOB_BYTES], _JOB_AT)
+        nobody = struct.pack(f"<{_SLOT_WORDS}q", *[_NOBODY] * _SLOT_WORDS)
+        os.pwrite(descriptor, nobody * max_ranks, _SLOTS_AT)
+        return cls(descriptor)
+
+    def close(self) -> None:
+        """Unmap the page and close its descriptor."""
+        self.words.release()
+        self._memory.close()
+        os.close(self.descriptor)
+
+    # -- read --------------------------------------------------------------------------------------
+
+    @property
+    def job(self) -> str:
+        """The id of the job, as `paceline ps` shows it."""
+        text = self._memory[_JOB_AT : _JOB_AT + _JOB_BYTES]
+        return text.rstrip(b"\0").decode(errors="replace")
+
+    @property
+    def max_ranks(self) -> int:
+        return int(self.words[Word.MAX_RANKS])
+
+    def newest(self) -> PublishedGeneration | None:
+        """The newest generation; None before the first."""
+        while (number := int(self.words[Word.LATEST])) >= 0:
+            if (published := self.published(number)) is not None:
+                return published
+        return None
+
+    def published(self, number: int) -> PublishedGeneration | None:
+        """One of the latest generations; None if a newer one has taken its place."""
+        at = self._record_at(number)
+        record = self._memory[at : at + self._record_bytes]
+        checksum, length = _RECORD_HEADER.unpack_from(record)
+        data = record[_RECORD_HEADER.size :][:length]
+        if zlib.crc32(data) != checksum or not data:
+            return None
+        content = json.loads(data)
+        if content["number"] != number:
+            return None
+        members = tuple(Member(slot, member) for member, slot in content["members"])
+        generation = Generation(number, members, content["reason"])
+        return PublishedGeneration(generation, content["began_ns"])
+
+    def latest_published(self) -> list[PublishedGeneration]:
+        """As many of the newest generations as the page has, the oldest first."""
+        latest = int(self.words[Word.LATEST])
+        numbers = range(max(0, latest - _RECORDS_KEPT + 1), latest + 1)
+        return [found for number in numbers if (found := self.published(number)) is not None]
+
+    def member_in(self, slot: int) -> int | None:
+        """The id of the member that lives in a slot."""
+        member = int(self.words[_slot_at(slot)])
+        return None if member == _NOBODY else member
+
+    def pid_in(self, slot: int) -> int | None:
+        """The process that lives in a slot."""
+        pid = int(self.words[_slot_at(slot) + 1])
+        return None if pid == _NOBODY else pid
+
+    def step_in(self, slot: int) -> int | None:
+        """The step that the member in a slot has reached; None if it has not begun to train."""
+        step = int(self.words[_slot_at(slot) + 2])
+        return None if step == _NOBODY else step
+
+    # -- write -------------------------------------------------------------------------------------
+
+    def seat(self, slot: int, member: int, pid: int) -> None:
+        """A new process lives in a slot."""
+        at = _slot_at(slot)
+        self.words[at + 2] = _NOBODY
+        self.words[at + 1] = pid
+        self.words[at] = member
+
+    def vacate(self, slot: int) -> None:
+        """The process in a slot has ended. The step it reached stays."""
+        at = _slot_at(slot)
+        self.words[at] = self.words[at + 1] = _NOBODY
+
+    def set_step(self, slot: int, step: int) -> None:
+        """Called by the member in the slot, between two batches."""
+        self.words[_slot_at(slot) + 2] = step
+
+    def publish(self, generation: Generation) -> None:
+        """Make a generation the newest one."""
+        content = {
+            "number": generation.number,
+            "members": [[member.id, member.slot] for member in generation.members],
+            "reason": generation.reason[:_LONGEST_REASON],
+            "began_ns": time.monotonic_ns(),
+        }
+        data = json.dumps(content, ensure_ascii=False).encode(errors="replace")
+        record = _RECORD_HEADER.pack(zlib.crc32(data), len(data)) + data
+        assert len(record) <= self._record_bytes
+        at = self._record_at(generation.number)
+        self._memory[at : at + len(record)] = record
+        self.words[Word.LATEST] = generation.number
+
+    def _record_at(self, number: int) -> int:
+        return _records_at(self.max_ranks) + number % _RECORDS_KEPT * self._record_bytes
+
+
+def _slot_at(slot: int) -> int:
+    return _SLOTS_AT // 8 + slot * _SLOT_WORDS
+
+
+def _records_at(max_ranks: int) -> int:
+    return _SLOTS_AT + 8 * _SLOT_WORDS * max_ranks
+
+
+def _record_bytes(max_ranks: int) -> int:
+    """Room for a record with a long reason, and two numbers of eight digits for each member."""
+    return (1024 + 24 * max_ranks + 7) // 8 * 8

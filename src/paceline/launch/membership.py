@@ -1,0 +1,474 @@
+"""Who belongs to an elastic job: the rules, without processes, pipes or a clock of their own.
+
+The fork server tells what happened - a process is ready, wants to leave, ended - and then asks what
+is to be done:
+
+    membership.ended(member, exitcode, now)      what happened: ended, ready, leaving, ...
+    for order in membership.decide(now): ...     what to do: Start, Kill, Publish, ...
+
+A process goes through these standings, never backwards:
+
+    STARTING   it runs the script, and has not made its `Training` yet
+    READY      it waits for a generation that has it
+    MEMBER     it is in the newest generation
+    LEFT_OUT   it wanted to leave, and the newest generation begins without it
+
+What the rules keep:
+
+- A generation differs from the one before, and has at least `min_ranks` members. Only when training
+  is over, or the job was asked to end, may those that are left be fewer.
+- Whoever is not in a generation any more has ended before it begins, or left of its own accord.
+- The state of training is not left behind: a rank that wants to leave stays until another member
+  has it.
+- There are at most `max_restarts` replacements for ranks that died. Three errors in a row, each of
+  a process that was started after the one before, with no step completed meanwhile, end the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import signal
+from collections.abc import Iterator, Mapping
+
+from paceline.errors import describe_exit
+from paceline.launch.generation import Generation, Member
+from paceline.launch.messages import ElasticConfig
+
+__all__ = [
+    "EndJob",
+    "Kill",
+    "Membership",
+    "Order",
+    "Publish",
+    "Start",
+    "Tell",
+    "Terminate",
+    "Verdict",
+]
+
+_ERRORS_IN_A_ROW = 3
+_FIRST_BACK_OFF_S = 0.5
+_LONGEST_BACK_OFF_S = 30.0
+_LEAVE_S = 30.0  # what a rank may take to end once it was left out
+_GIVE_UP_S = 5.0  # the same for one that was asked to leave before it had begun
+_POLL_S = 0.05
+# These come from outside, from a user or the kernel's shortage of memory: no error of the script.
+_FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, -signal.SIGQUIT}
+
+
+@dataclasses.dataclass(frozen=True)
+class Start:
+    """Start a process; then call `started`."""
+
+    member: Member
+
+
+@dataclasses.dataclass(frozen=True)
+class Terminate:
+    """Ask a process to leave, with SIGTERM."""
+
+    member_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Kill a process. What becomes of it is decided when it has ended."""
+
+    member_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Publish:
+    """A new generation begins."""
+
+    generation: Generation
+
+
+@dataclasses.dataclass(frozen=True)
+class EndJob:
+    """An error is ending this process, and ends the job."""
+
+    member_id: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Tell:
+    """A line for the user."""
+
+    text: str
+
+
+Order = Start | Terminate | Kill | Publish | EndJob | Tell
+
+
+class Verdict(enum.Enum):
+    """What the end of a process means to the job."""
+
+    FINISHED = enum.auto()  # its part of the job is done
+    LOST = enum.auto()  # the job goes on, with a replacement if there may be one
+    LEFT = enum.auto()  # it was asked to, or announced it
+    FATAL = enum.auto()  # the job ends because of it
+    ENDING = enum.auto()  # the job had been asked to end
+
+
+class _Standing(enum.Enum):
+    STARTING = enum.auto()
+    READY = enum.auto()
+    MEMBER = enum.auto()
+    LEFT_OUT = enum.auto()
+
+
+class _Phase(enum.Enum):
+    TRAINING = enum.auto()
+    FINISHING = enum.auto()  # a rank has exited with status 0: nobody joins any more
+    ENDING = enum.auto()  # the job was asked to end, or a rank has failed
+
+
+@dataclasses.dataclass
+class _Process:
+    """One life in a slot."""
+
+    member: Member
+    is_initial: bool
+    pid: int | None = None
+    standing: _Standing = _Standing.STARTING
+    step: int | None = None  # None: it does not have the state of training
+    is_leaving: bool = False
+    is_failing: bool = False
+    has_time_limit: bool = False  # to end, after it was asked to leave
+    kill_at: float = math.inf
+    kill_reason: str = ""
+
+    @property
+    def name(self) -> str:
+        pid = "" if self.pid is None else f" (pid {self.pid})"
+        return f"rank {self.member.slot}{pid}"
+
+    @property
+    def is_member(self) -> bool:
+        return self.standing is _Standing.MEMBER
+
+    @property
+    def stays(self) -> bool:
+        """Whether it counts towards the size that the job is meant to have."""
+        return not self.is_leaving
+
+
+class Membership:
+    """The members of one job, from its start to its end."""
+
+    def __init__(self, config: ElasticConfig) -> None:
+        self._config = config
+        self._target = config.start_ranks
+        self._phase = _Phase.TRAINING
+        self._processes: dict[int, _Process] = {}
+        self._next_id = 0
+        self._newest = Generation(-1, ())
+        self._news: list[str] = []  # what happened since the newest generation began
+        self._notices: list[str] = []  # further lines for the user
+        self._told_about_wait = False
+        self._failed: int | None = None
+        self._restarts = 0
+        self._failed_starts = 0
+        self._start_at = -math.inf
+        self._job_step = -1
+        self._blame = _Blame()
+
+    @property
+    def target(self) -> int:
+        """How many ranks the job is meant to have."""
+        return self._target
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no process runs and none will be started."""
+        return not self._processes and self._phase is not _Phase.TRAINING
+
+    # -- what happened -----------------------------------------------------------------------------
+
+    def started(self, member_id: int, pid: int) -> None:
+        """A process that was ordered exists now."""
+        self._processes[member_id].pid = pid
+
+    def ready(self, member_id: int) -> None:
+        """A process can be counted in."""
+        process = self._processes.get(member_id)
+        if process is not None and process.standing is _Standing.STARTING:
+            process.standing = _Standing.READY
+
+    def leaving(self, member_id: int) -> None:
+        """A process was asked to leave, by whomever."""
+        process = self._processes.get(member_id)
+        if process is not None and process.stays:
+            process.is_leaving = True
+            self._news.append(f"{process.name} leaves")
+
+    def failing(self, member_id: int, *, has_lost_peer: bool) -> None:
+        """An error that nobody handled is ending a process."""
+        process = self._processes.get(member_id)
+        if process is None:
+            return
+        process.is_failing = not has_lost_peer
+        if process.is_failing and not self._config.restart_on_error:
+            self._failed = member_id
+
+    def stopped(self, member_id: int, now: float) -> None:
+        """A process was stopped, for example by SIGSTOP."""
+        process = self._processes.get(member_id)
+        if process is not None:
+            process.kill_at = min(process.kill_at, now + self._config.stopped_s)
+            process.kill_reason = f"was stopped for {self._config.stopped_s:g} s"
+
+    def continued(self, member_id: int) -> None:
+        """A process that was stopped runs again."""
+        process = self._processes.get(member_id)
+        if process is not None and not process.has_time_limit:
+            process.kill_at, process.kill_reason = math.inf, ""
+
+    def scale(self, ranks: int) -> None:
+        """The user wants so many ranks; as many as there may be, if that is out of range."""
+        target = min(max(ranks, self._config.min_ranks), self._config.max_ranks)
+        if target != self._target:
+            self._news.append(f"scaled from {self._target} to {target}")
+            self._target = target
+
+    def stop(self) -> None:
+        """The whole job was asked to end."""
+        self._phase = _Phase.ENDING
+
+    def observe_steps(self, steps: Mapping[int, int | None]) -> None:
+        """How far members have come, by id."""
+        for member_id, step in steps.items():
+            if step is not None and member_id in self._processes:
+                if self._processes[member_id].step is None:
+                    self._failed_starts = 0
+                self._processes[member_id].step = step
+                self._job_step = max(self._job_step, step)
+
+    def ended(self, member_id: int, exitcode: int, now: float) -> Verdict:
+        """A process has ended."""
+        process = self._processes.pop(member_id)
+        verdict = self._judge(process, exitcode)
+        how = describe_exit(exitcode) if not process.kill_reason else process.kill_reason
+        if verdict is Verdict.FINISHED:
+            self._phase = _Phase.FINISHING
+            self._news.append(f"{process.name} is done")
+        elif verdict is Verdict.FATAL:
+            self._phase = _Phase.ENDING
+        elif verdict is Verdict.LOST:
+            self._news.append(f"{process.name} {_was(how)}{self._at_step()}")
+            self._count_loss(process, now)
+        return verdict
+
+    def _judge(self, process: _Process, exitcode: int) -> Verdict:
+        if self._phase is _Phase.ENDING:
+            return Verdict.ENDING
+        if process.is_leaving:
+            return Verdict.LEFT
+        if exitcode == 0:
+            return Verdict.FINISHED
+        return Verdict.FATAL if self._is_fatal(process, exitcode) else Verdict.LOST
+
+    def _is_fatal(self, process: _Process, exitcode: int) -> bool:
+        """Whether the job cannot go on without this process."""
+        if self._failed == process.member.id:
+            return True
+        if self._phase is _Phase.FINISHING:
+            self._notices.append("training is over, so nobody can take its place")
+            return True
+        is_error = process.is_failing or exitcode not in _FROM_OUTSIDE
+        if is_error and self._blame.count(process.member.id, self._next_id, self._job_step):
+            self._notices.append(
+                f"giving up: {_ERRORS_IN_A_ROW} errors in a row, and no step completed in between"
+            )
+            return True
+        if self._restarts == self._config.max_restarts and self._target == self._config.min_ranks:
+            self._notices.append(
+                f"giving up: {self._restarts} ranks have been replaced, which is the limit "
+                f"(--max-restarts), and at least {self._config.min_ranks} are needed (--elastic)"
+            )
+            return True
+        return False
+
+    def _count_loss(self, process: _Process, now: float) -> None:
+        if self._restarts == self._config.max_restarts:
+            # No replacement any more: go on with those that are left.
+            self._target -= 1
+            return
+        self._restarts += 1
+        if process.step is None:
+            # It died before it was of any use, and the next one may do the same.
+            back_off_s = min(_FIRST_BACK_OFF_S * 2**self._failed_starts, _LONGEST_BACK_OFF_S)
+            self._failed_starts += 1
+            self._start_at = now + back_off_s
+
+    def _at_step(self) -> str:
+        return f" at step {self._job_step}" if self._job_step >= 0 else ""
+
+    # -- what to do --------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Order]:
+        """What is to be done now, in this order."""
+        return [
+            *self._tell_notices(),
+            *self._end_after_failure(),
+            *self._kill_unneeded(),
+            *self._shrink(),
+            *self._kill_due(now),
+            *self._publish(now),
+            *self._grow(now),
+        ]
+
+    def wake_at(self, now: float) -> float:
+        """When to call `decide` again at the latest."""
+        moments = [process.kill_at for process in self._processes.values()]
+        if self._phase is _Phase.TRAINING and self._lacking > 0 and self._free_slots():
+            moments.append(self._start_at)
+        if any(process.is_leaving and process.is_member for process in self._processes.values()):
+            moments.append(now + _POLL_S)  # until another member has the state
+        return min(moments, default=math.inf)
+
+    def _tell_notices(self) -> Iterator[Order]:
+        while self._notices:
+            yield Tell(self._notices.pop(0))
+
+    def _end_after_failure(self) -> Iterator[Order]:
+        if self._failed in self._processes and self._phase is not _Phase.ENDING:
+            self._phase = _Phase.ENDING
+            yield EndJob(self._failed)
+
+    def _kill_due(self, now: float) -> Iterator[Order]:
+        for process in self._processes.values():
+            has_not_begun = process.standing in {_Standing.STARTING, _Standing.READY}
+            if process.is_leaving and has_not_begun and not process.has_time_limit:
+                process.kill_at, process.has_time_limit = now + _GIVE_UP_S, True
+            if process.kill_at <= now:
+                process.kill_at = math.inf
+                yield Kill(process.member.id)
+
+    def _kill_unneeded(self) -> Iterator[Order]:
+        """Training is over, and nobody will give its state to those that have come late."""
+        if self._phase is not _Phase.FINISHING:
+            return
+        for process in self._processes.values():
+            if not process.is_initial and process.step is None and process.stays:
+                process.is_leaving = True
+                yield Kill(process.member.id)
+
+    def _shrink(self) -> Iterator[Order]:
+        if self._phase is not _Phase.TRAINING or self._lacking >= 0:
+            return
+        # Those that lose least: without the state of training first, then the highest slots.
+        staying = sorted(
+            (process for process in self._processes.values() if process.stays),
+            key=lambda process: (process.step is not None, -process.member.slot),
+        )
+        for process in staying[: -self._lacking]:
+            process.is_leaving = True
+            yield Terminate(process.member.id)
+
+    def _grow(self, now: float) -> Iterator[Order]:
+        if self._phase is not _Phase.TRAINING or now < self._start_at:
+            return
+        for slot in self._free_slots()[: max(0, self._lacking)]:
+            member = Member(slot, self._next_id)
+            is_initial = self._next_id < self._config.start_ranks
+            self._processes[member.id] = _Process(member, is_initial)
+            self._next_id += 1
+            yield Start(member)
+
+    @property
+    def _lacking(self) -> int:
+        return self._target - sum(process.stays for process in self._processes.values())
+
+    def _free_slots(self) -> list[int]:
+        taken = {process.member.slot for process in self._processes.values()}
+        return [slot for slot in range(self._config.max_ranks) if slot not in taken]
+
+    # -- generations -------------------------------------------------------------------------------
+
+    def _publish(self, now: float) -> Iterator[Order]:
+        chosen = self._choose_members()
+        members = tuple(sorted(process.member for process in chosen))
+        if members == self._newest.members or not members:
+            return
+        is_enough = len(members) >= self._config.min_ranks or self._phase is not _Phase.TRAINING
+        if not is_enough or self._waits_for_start():
+            yield from self._tell_about_wait(len(members))
+            return
+        for process in self._processes.values():
+            if process.is_member and process not in chosen:
+                process.standing = _Standing.LEFT_OUT
+                process.kill_at, process.has_time_limit = now + _LEAVE_S, True
+        for process in chosen:
+            if not process.is_member:
+                process.standing = _Standing.MEMBER
+                if self._newest.number >= 0:
+                    self._news.append(f"{process.name} joins")
+        reason = "; ".join(self._news) or "the job begins"
+        self._newest = Generation(self._newest.number + 1, members, reason)
+        self._news, self._told_about_wait = [], False
+        yield Publish(self._newest)
+        if self._newest.number > 0 and self._phase is _Phase.TRAINING:
+            plural = "rank goes" if len(members) == 1 else "ranks go"
+            yield Tell(f"{reason}: {len(members)} {plural} on (generation {self._newest.number})")
+
+    def _choose_members(self) -> list[_Process]:
+        """Who should be in the next generation."""
+        is_open = self._phase is _Phase.TRAINING
+        staying = [
+            process
+            for process in self._processes.values()
+            if process.stays
+            and (process.is_member or (is_open and process.standing is _Standing.READY))
+        ]
+        leaving = [
+            process
+            for process in self._processes.values()
+            if process.is_leaving and process.is_member
+        ]
+        is_enough = len(staying) >= self._config.min_ranks or not is_open
+        has_state = any(process.step is not None for process in staying)
+        would_lose_state = not has_state and any(process.step is not None for process in leaving)
+        return staying if is_enough and not would_lose_state else [*staying, *leaving]
+
+    def _waits_for_start(self) -> bool:
+        """The first generation waits for all that the job was started with."""
+        return self._newest.number < 0 and any(
+            process.is_initial and process.standing is _Standing.STARTING
+            for process in self._processes.values()
+        )
+
+    def _tell_about_wait(self, count: int) -> Iterator[Order]:
+        needed = self._config.min_ranks
+        if self._newest.number >= 0 and count < needed and not self._told_about_wait:
+            self._told_about_wait = True
+            yield Tell(
+                f"{'; '.join(self._news)}: {count} of at least {needed} ranks left; they wait for "
+                "replacements"
+            )
+
+
+@dataclasses.dataclass
+class _Blame:
+    """Counts errors that follow each other without a step in between. Processes that were running
+    at the time of the first may fall with it; a second needs a process that was started later.
+    """
+
+    errors: int = 0
+    step: int = -1
+    next_id: int = 0  # of the process that would have been started next, at the latest error
+
+    def count(self, member_id: int, next_id: int, job_step: int) -> bool:
+        """Count an error; whether it is one too many."""
+        if job_step > self.step:
+            self.errors, self.step, self.next_id = 0, job_step, 0
+        if self.errors == 0 or member_id >= self.next_id:
+            self.errors, self.next_id = self.errors + 1, next_id
+        return self.errors >= _ERRORS_IN_A_ROW
+
+
+def _was(how: str) -> str:
+    return f"was {how}" if how.startswith("killed") else how
