@@ -8,13 +8,13 @@ int run_reduce_scatter(op_context *ctx) {
     const plc_request *q = ctx->request;
     uint64_t element = plc_element_bytes(q->dtype);
     uint64_t part = comm->config.slot_bytes / comm->ranks / 16 * 16;
-    uint64_t longest = 0, total = 0, blocks = 0;
+    uint64_t longest = 0, total = 0, blocks = q->label;
     for (uint32_t r = 0; r < comm->ranks; r++) {
         longest = MAX(longest, q->in_counts[r]);
         total += q->in_counts[r];
         blocks = blocks * 1000003u + q->in_counts[r];
     }
-    /* Uneven blocks must be the same on every rank; a reduction has no other use for the label. */
+    /* Uneven blocks must be the same on every rank, as must the caller's own label. */
     ctx->label = blocks;
     for (uint64_t done = 0; done == 0 || done < longest * element; done += part) {
         if (done > 0) ctx->slot = next_slot(comm);

@@ -1,0 +1,287 @@
+"""`MultiHostCall`: one call of a group on several hosts while it runs.
+
+It has the call's deadline, and gives each of its steps, in shared memory or over Gloo, the time
+that is left. It also finds out whether all ranks make the same call: those of a host in the first
+step in shared memory, whose label is derived from the call; those of different hosts by the headers
+of the first messages between them. When calls differ, every rank learns what every other one made,
+and the group can be used afterwards. A call that failed otherwise cannot be resumed on the other
+ranks: the connections are closed, and the group is lost for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes as C
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
+from paceline.backend.host_engine import HostEngine, address_of
+from paceline.backend.lane import Lane, LaneMessage, MessageHeader
+from paceline.backend.placement import Placement
+from paceline.core import Communicator
+from paceline.core.abi import CallRecord, Kind, Request
+from paceline.core.call_errors import calls_mismatch
+from paceline.core.dtypes import BYTES
+from paceline.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    GroupError,
+    MismatchError,
+    PacelineError,
+    PeerLost,
+)
+
+__all__ = ["Links", "MultiHostCall", "is_timeout"]
+
+_RECORD_BYTES = C.sizeof(CallRecord)
+_MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
+
+
+class Links:
+    """What connects this rank to the others: shared memory, and Gloo to all and to its lane."""
+
+    def __init__(
+        self, store: Store, placement: Placement, comm: Communicator, timeout: timedelta
+    ) -> None:
+        self.local = HostEngine(comm)
+        self._is_open = True
+        # Any: torch's stubs of this class have none of its collectives.
+        self._all: Any = ProcessGroupGloo(
+            PrefixStore("everyone/", store), placement.rank, placement.size, timeout=timeout
+        )
+        self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._lane: Lane | None = None
+        if placement.has_lane:
+            lane_store = PrefixStore(f"lane{placement.local_index}/", store)
+            self._lane = Lane(lane_store, placement, timeout)
+
+    @property
+    def all_ranks(self) -> Any:
+        self._check_open()
+        return self._all
+
+    @property
+    def lane(self) -> Lane:
+        self._check_open()
+        assert self._lane is not None, "a rank without a lane sends nothing to other hosts"
+        return self._lane
+
+    def workspace(self, nbytes: int) -> torch.Tensor:
+        """Memory for the call that is running."""
+        if self._workspace.numel() < nbytes:
+            self._workspace = torch.empty(nbytes, dtype=torch.uint8)
+        return self._workspace[:nbytes]
+
+    def _check_open(self) -> None:
+        if not self._is_open:
+            raise GroupAborted(
+                "a call of this group failed before, and its connections to the other hosts were "
+                "closed; call destroy_process_group(), then init_process_group() again"
+            )
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.local.set_timeout(timeout)
+        if self._is_open:
+            self._all._set_default_timeout(timeout)
+            if self._lane is not None:
+                self._lane.gloo._set_default_timeout(timeout)
+
+    def disconnect(self) -> None:
+        """Close the connections after a failure: ranks on other hosts notice, and waits end."""
+        was_open, self._is_open = self._is_open, False
+        if was_open and self._lane is not None:
+            self._lane.disconnect()
+        self._all = None
+
+    def close(self) -> None:
+        """Close the connections when all calls have ended."""
+        if self._is_open and self._lane is not None:
+            self._lane.flush()
+        self._is_open = False
+        self._all = self._lane = None
+
+
+class MultiHostCall:
+    """One call, from its turn to its end."""
+
+    def __init__(
+        self, placement: Placement, links: Links, record: CallRecord, limit_ns: int
+    ) -> None:
+        self.placement = placement
+        self.links = links
+        self.local = links.local
+        self.record = record
+        self.header = MessageHeader(call=record, agreed=1)
+        self._limit_ns = limit_ns
+        self._deadline = time.monotonic_ns() + limit_ns
+
+    # --- time -------------------------------------------------------------------------------------
+    def left_ns(self) -> int:
+        return max(self._deadline - time.monotonic_ns(), _MIN_LEFT_NS)
+
+    def left(self) -> timedelta:
+        return timedelta(microseconds=self.left_ns() // 1000)
+
+    # --- failures ---------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """An error of Gloo becomes one of ours, and ends the wait of this host's other ranks."""
+        try:
+            yield
+        except PacelineError as error:
+            if isinstance(error, GroupError):
+                self.links.disconnect()
+            raise
+        except RuntimeError as error:
+            self.local.abort()
+            self.links.disconnect()
+            raise self._error_of_gloo(str(error)) from error
+
+    def _error_of_gloo(self, text: str) -> GroupError:
+        rank = self.placement.rank
+        if is_timeout(text):
+            return CollectiveTimeout(
+                f"rank {rank}: no answer from another host within {self._limit_ns / 1e9:g} s: "
+                f"{text}"
+            )
+        return PeerLost(
+            f"rank {rank}: the connection to a rank on another host was lost: {text}. See that "
+            "rank's output for the cause"
+        )
+
+    # --- do all ranks make the same call? ---------------------------------------------------------
+    def run_first_local(self, request: Request) -> None:
+        """Run the first step in shared memory, which compares the calls of this host's ranks."""
+        record = self.record
+        request.label = hash(
+            (record.kind, record.dtype, record.op, record.root, record.count, record.label)
+        ) & (2**64 - 1)
+        try:
+            self.run_local(request)
+        except MismatchError:
+            self._tell_other_hosts()
+
+    def run_local(self, request: Request) -> None:
+        """Run a step in shared memory."""
+        request.timeout_ns = self.left_ns()
+        self.local.comm.run(request)
+
+    def agree(self) -> None:
+        """Make sure that all ranks make this call; also a barrier."""
+        self.run_first_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+        if self.placement.has_lane:
+            self.send_header()
+            self.receive_first()
+            self.received()
+        if not self.placement.all_have_lanes:
+            self.tell_ranks_without_lane()
+
+    def send_header(self) -> None:
+        lane = self.links.lane
+        lane.send(lane.outgoing(self.header, self.left()), 0, self.placement.other_hosts)
+
+    def receive_first(self) -> list[LaneMessage]:
+        """The first message of this call from each other host, checked. They are to be given back
+        by `received`.
+        """
+        messages = [self._receive_first_of(host) for host in self.placement.other_hosts]
+        mine = bytes(self.record)
+        if any(bytes(m.header.call) != mine or not m.header.agreed for m in messages):
+            records = self._records_of_host(None)
+            for host, message in zip(self.placement.other_hosts, messages, strict=True):
+                records |= self._records_of(host, message)
+            self.received()
+            self._raise_mismatch(records)
+        return messages
+
+    def received(self) -> None:
+        for host in self.placement.other_hosts:
+            self.links.lane.received(host)
+
+    def _receive_first_of(self, host: int) -> LaneMessage:
+        """What a call left behind whose ranks disagreed is passed over."""
+        lane = self.links.lane
+        while (message := lane.receive(host, self.left())).header.call.sequence < (
+            self.record.sequence
+        ):
+            lane.received(host)
+        return message
+
+    def tell_ranks_without_lane(self) -> None:
+        """The ranks of this host that are in no lane learn that all ranks made the same call."""
+        self.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+
+    def _tell_other_hosts(self) -> None:
+        """The ranks of this host made different calls: tell all others, learn theirs, and raise."""
+        here = torch.empty((len(self.placement.local), _RECORD_BYTES), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(bytes(self.record)), dtype=torch.uint8)
+        self.local.allgather(here.unbind(), mine, wait=True, timeout_ns=self.left_ns())
+        records = self._records_of_host(here)
+        if self.placement.has_lane:
+            lane = self.links.lane
+            self.header.agreed = 0
+            message = lane.outgoing(self.header, self.left())
+            message.data(here.numel()).copy_(here.view(-1))
+            lane.send(message, here.numel(), self.placement.other_hosts)
+            for host in self.placement.other_hosts:
+                records |= self._records_of(host, self._receive_first_of(host))
+                lane.received(host)
+        self._raise_mismatch(records, told=True)
+
+    def _records_of_host(self, table: torch.Tensor | None) -> dict[int, CallRecord]:
+        members = self.placement.local
+        if table is None:
+            return dict.fromkeys(members, self.record)
+        return {
+            rank: CallRecord.from_buffer_copy(row.numpy().tobytes())
+            for rank, row in zip(members, table, strict=True)
+        }
+
+    def _records_of(self, host: int, message: LaneMessage) -> dict[int, CallRecord]:
+        members = self.placement.members[host]
+        if message.header.agreed:
+            return dict.fromkeys(members, CallRecord.from_buffer_copy(message.header.call))
+        return {
+            rank: CallRecord.from_buffer_copy(
+                C.string_at(message.address + index * _RECORD_BYTES, _RECORD_BYTES)
+            )
+            for index, rank in enumerate(members)
+        }
+
+    def _raise_mismatch(self, records: dict[int, CallRecord], *, told: bool = False) -> None:
+        """`told`: the ranks without a lane know of it. Those that do not wait for a step of the
+        call: another one ends that wait with a mismatch.
+        """
+        if not self.placement.all_have_lanes:
+            if not told:
+                with contextlib.suppress(MismatchError):
+                    self.run_local(Request(kind=Kind.GATHER, dtype=BYTES, root=0, label=1))
+            records = self._shared_records(records)
+        raise calls_mismatch(records)
+
+    def raise_mismatch_without_lane(self) -> None:
+        """For a rank without a lane whose step ended with a mismatch."""
+        raise calls_mismatch(self._shared_records({}))
+
+    def _shared_records(self, records: dict[int, CallRecord]) -> dict[int, CallRecord]:
+        """Those of the first rank of this host, which is in a lane."""
+        table = torch.zeros((self.placement.size, _RECORD_BYTES), dtype=torch.uint8)
+        for rank, record in records.items():
+            table[rank] = torch.frombuffer(bytearray(bytes(record)), dtype=torch.uint8)
+        request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=0, count=table.numel())
+        request.input = request.output = address_of(table)
+        self.run_local(request)
+        return {
+            rank: CallRecord.from_buffer_copy(row.numpy().tobytes())
+            for rank, row in enumerate(table)
+        }
+
+
+def is_timeout(text: str) -> bool:
+    """In Gloo's words."""
+    return "imed out" in text or "imeout" in text
