@@ -74,8 +74,13 @@ def assert_same_state(one, other):
 
 def state_elements(optimizer):
     """How many numbers of state this rank keeps, beside the count of steps."""
-    states = [*optimizer.state.values(), *optimizer._divided._part.state.values()]
-    return sum(v.numel() for state in states for v in state.values() if v.dim())
+    return sum(
+        value.numel()
+        for states in (optimizer.state, optimizer._divided._part.state)
+        for state in states.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    )
 
 
 # --- the same bits --------------------------------------------------------------------------------
@@ -216,6 +221,46 @@ def loading(rank, world):
     train(model, optimizer, rank, 1, start=9)
     assert optimizer._divided is not None
     assert copy.deepcopy(optimizer).state_dict()["state"][0]["step"] == 6
+
+
+def checkpoints(rank, world, folder):
+    """`paceline.save` and `load`; a load that fails on one rank leaves all as they were."""
+    init_group("gloo")
+    model = wrapped()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
+    train(model, optimizer, rank, 2)
+    paceline.save(folder / "x.pt", model=model, optimizer=optimizer, last={"position": 1})
+    train(model, optimizer, rank, 2, start=2)
+    went_on = bits(model.parameters()), copy.deepcopy(optimizer.state_dict())
+    with pytest.raises((paceline.PacelineError, ValueError), match="the needle"):
+        paceline.load(folder / "x.pt", model=model, optimizer=optimizer, last=Last(rank == 1))
+    assert optimizer.is_divided
+    assert_same(bits(model.parameters()), went_on[0])
+    assert_same_state(optimizer.state_dict(), went_on[1])
+    paceline.load(folder / "x.pt", model=model, optimizer=optimizer)
+    assert not optimizer.is_divided
+    train(model, optimizer, rank, 2, start=2)
+    assert_same(bits(model.parameters()), went_on[0])
+    empty = OPTIMIZERS["AdamW"](model.parameters())
+    optimizer.load_state_dict(empty.state_dict())
+    assert optimizer.state_dict()["state"] == {}
+    train(model, optimizer, rank, 1)
+    assert optimizer.state_dict()["state"][0]["step"].item() == 1
+
+
+class Last:
+    """Cannot be put back, so it is loaded last; and on one rank not at all."""
+
+    def __init__(self, fails):
+        self._fails = fails
+
+    def load_state_dict(self, state):
+        if self._fails:
+            raise ValueError("the needle")
+
+
+def test_checkpoints(tmp_path):
+    run_ranks(2, checkpoints, tmp_path)
 
 
 def replacing(rank, world):

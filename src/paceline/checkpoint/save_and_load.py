@@ -60,9 +60,16 @@ def save(
     ranks = RankAgreement("save", file, timeout)
     ranks.check_same_call(sorted(state))
     with ranks.sharing_failures():
+        # An optimizer whose state is divided among the ranks gathers it on all of them together.
+        gathered = {
+            name: state[name].state_dict()
+            for name in sorted(state)
+            if getattr(state[name], "is_divided", False)
+        }
         if ranks.rank == 0:
             with recorder.during(Phase.SAVE):
-                content = {name: state_of(name, value) for name, value in state.items()}
+                whole = {**state, **gathered}
+                content = {name: state_of(name, value) for name, value in whole.items()}
                 write_archive(file, content)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import inspect
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -64,16 +65,16 @@ def facts_of(optimizer: torch.optim.Optimizer) -> OptimizerFacts | None:
     """None if it has no parameters on the CPU. If groups differ, those that are stepped slowest."""
     import torch
 
-    stepping = next(base for base in type(optimizer).__mro__ if "step" in vars(base))
+    stock = _torch_class_of(optimizer)
     by_code: dict[StepCode, list[dict[str, Any]]] = {}
     for group in optimizer.param_groups:
         if _parameters_on_cpu(group):
-            by_code.setdefault(_code_of(stepping, group), []).append(group)
+            by_code.setdefault(_code_of(optimizer, stock, group), []).append(group)
     for code in StepCode:
         if groups := by_code.get(code, []):
             parameters = [p for group in groups for p in _parameters_on_cpu(group)]
             return OptimizerFacts(
-                stepping.__name__ if code.could_be_fused else type(optimizer).__name__,
+                stock.__name__ if code.could_be_fused and stock else type(optimizer).__name__,
                 code,
                 len(parameters),
                 sum(parameter.numel() for parameter in parameters),
@@ -87,10 +88,28 @@ def _parameters_on_cpu(group: dict[str, Any]) -> list[torch.Tensor]:
     return [p for p in group["params"] if p.device.type == "cpu" and p.requires_grad]
 
 
-def _code_of(stepping: type, group: dict[str, Any]) -> StepCode:
-    if stepping.__module__.startswith("paceline.optim"):
+def _torch_class_of(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer] | None:
+    """Torch's class whose step this optimizer makes, if it is one that has fused code."""
+    import torch
+
+    kind: type[torch.optim.Optimizer] = type(optimizer)
+    stock: list[type[torch.optim.Optimizer]] = [getattr(torch.optim, n) for n in FUSED_CLASSES]
+    # The first is the most derived: AdamW is an Adam.
+    found = next((each for base in kind.__mro__ for each in stock if each is base), None)
+    # Torch wraps the step of every class that is used, inherited or not.
+    if found is None or inspect.unwrap(kind.step) is not inspect.unwrap(found.step):
+        return None
+    return found
+
+
+def _code_of(
+    optimizer: torch.optim.Optimizer,
+    stock: type[torch.optim.Optimizer] | None,
+    group: dict[str, Any],
+) -> StepCode:
+    if any(base.__module__.startswith("paceline.optim") for base in type(optimizer).__mro__):
         return StepCode.PACELINE
-    if not stepping.__module__.startswith("torch.optim") or stepping.__name__ not in FUSED_CLASSES:
+    if stock is None:
         return StepCode.OTHER
     if group.get("fused"):
         return StepCode.FUSED

@@ -46,6 +46,11 @@ from paceline.optim.shared_step import (
 __all__ = ["NativeOptimizer", "new_step_counter", "write_common_numbers"]
 
 
+# Where the division of the state is found: in the state, like what it stands for. Whatever loads,
+# clears or puts back an optimizer's state does so with the division.
+_DIVIDED: Any = "divided among ranks"
+
+
 class NativeOptimizer(torch.optim.Optimizer):
     """Stands before one of torch's optimizers among the base classes and replaces its step."""
 
@@ -65,7 +70,6 @@ class NativeOptimizer(torch.optim.Optimizer):
     _shared: SharedStep | None
     _release: weakref.finalize[..., NativeOptimizer] | None
     _seen_models: int  # how many had been registered when there was none of ours
-    _divided: DividedStep | None
     _seen_undivided: int  # as above
 
     def __new__(cls, *_arguments: Any, **_options: Any) -> NativeOptimizer:
@@ -73,7 +77,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self = super().__new__(cls)
         self._tables, self._wants_sharing = {}, False
         self._shared, self._release, self._seen_models = None, None, 0
-        self._divided, self._seen_undivided = None, 0
+        self._seen_undivided = 0
         return self
 
     def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
@@ -119,8 +123,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         attributes = vars(self)
         found_inf = attributes.get("found_inf")
         if found_inf is not None and found_inf.item():
-            if self._divided is not None and not self._divided.is_absent:
-                self._divided.skip()
+            if (divided := self._divided) is not None and not divided.is_absent:
+                divided.skip()
             return loss
         grad_scale = attributes.get("grad_scale")
         scale = 1.0 if grad_scale is None else float(grad_scale)
@@ -322,25 +326,18 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         if self._shared is not None:
             self._shared.catch_up()
-        if self._divided is None:
+        if not self.is_divided:
             return super().state_dict()
-        whole = self._divided.whole_state()
-        self.state.update(whole)
+        divided = self.state
+        self.state = self._whole_state()
         try:
             return super().state_dict()
         finally:
-            for parameter in whole:
-                del self.state[parameter]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        self._divided = None  # the next step divides what was loaded
+            self.state = divided
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = super().__getstate__()
-        if self._divided is not None:
-            state["state"] = {**self.state, **self._divided.whole_state()}
-        return state
+        return {**state, "state": self._whole_state()} if self.is_divided else state
 
     # ----------------------------------------------------------------------------- several hosts
 
@@ -348,11 +345,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Whether the state is divided among ranks that share no memory, from now on at the
         latest.
         """
-        if self._divided is not None:
-            if self._divided.covers(self.param_groups):
+        if (divided := self._divided) is not None:
+            if divided.covers(self.param_groups):
                 return True
-            self.state.update(self._divided.whole_state())
-            self._divided = None
+            self.state = self._whole_state()
         elif self._seen_undivided == registrations():
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -363,11 +359,30 @@ class NativeOptimizer(torch.optim.Optimizer):
         # A rank without data is not here, and dividing needs all of them: later.
         if model.reducer.history.absent:
             return False
-        self._divided = DividedStep(
+        divided = DividedStep(
             model, self.param_groups, self.defaults.keys(), self._part_optimizer(), self.state
         )
+        self.state[_DIVIDED] = {_DIVIDED: divided}
         self._tables.clear()
         return True
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether each rank has a part of the state only: then all of them call `state_dict()`."""
+        return _DIVIDED in self.state
+
+    @property
+    def _divided(self) -> DividedStep | None:
+        entry = self.state.get(_DIVIDED)
+        return None if entry is None else entry[_DIVIDED]
+
+    def _whole_state(self) -> defaultdict[Any, Any]:
+        """As if it had never been divided; all ranks ask for it together."""
+        divided = self._divided
+        assert divided is not None
+        whole = defaultdict(dict, {key: self.state[key] for key in self.state if key != _DIVIDED})
+        whole.update(divided.whole_state())
+        return whole
 
     def _part_optimizer(self) -> NativeOptimizer:
         """Another optimizer of the same kind, with no parameters and no state yet."""
