@@ -400,7 +400,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         if self._shared is not None:
-            self._shared.catch_up()
+            self._shared.prepare_reading()
         return super().state_dict()
 
     # ----------------------------------------------------------------------------- torch's own code

@@ -225,6 +225,7 @@ class SharedStep:
         self._label = _wait_label(model)
         self._move_in(states)
         self._steps_made = 0  # as far as this rank knows
+        self._state_was_read = False
         averages = model.reducer.history.steps
         self._averages_used = averages - 1
         self._first_number = averages * _NUMBERS_PER_STEP
@@ -519,6 +520,11 @@ class SharedStep:
             self._counters.copy_(self._notes.counters)
             self._steps_made = made
 
+    def prepare_reading(self) -> None:
+        """The program is about to read the state."""
+        self.catch_up()
+        self._state_was_read = True
+
     def _refuse_to_separate_without(self, present: Sequence[int]) -> None:
         if len(present) < self._comm.size:
             raise ConfigError(
@@ -534,6 +540,11 @@ class SharedStep:
         steps.
         """
         written = self._view.written()
+        if self._state_was_read:
+            # Pages that nobody looks at cost nothing the next time.
+            parameters = {slot.index for slot in self._slots.values()}
+            self._view.discard(set(range(len(self._names))) - parameters - set(written))
+            self._state_was_read = False
         if not torch.equal(self._counters, self._notes.counters):
             written.append(len(self._names))
         return written
