@@ -26,7 +26,7 @@ from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer import Reducer
-from paceline.ddp.step_partners import models_of, registrations
+from paceline.ddp.step_partners import registrations
 from paceline.errors import ConfigError, MismatchError, NativeError
 from paceline.optim.parameter_table import (
     GradientArrays,
@@ -41,8 +41,8 @@ from paceline.optim.shared_step import (
     SharedStep,
     Verdict,
     find_model,
-    is_shared_already,
     is_worth_sharing,
+    refuse_shared_twice,
     refuse_to_share,
     why_not_shared,
 )
@@ -234,20 +234,22 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _share_if_possible(self) -> bool:
         """Whether parameters and state are in shared memory, from now on at the latest."""
-        if self._shared is not None and self._shared.is_cut_off:
-            self._separate("their gradients are averaged in another way now")
+        if self._shared is not None and (self._shared.is_released or self._shared.is_cut_off):
+            self._separate("another optimizer shares them, or gradients are averaged elsewhere")
         if self._shared is not None:
             return True
         if self._seen_models == registrations():
             return False
-        model = self._model_to_share()
-        if model is None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        model = find_model(parameters)
+        if model is not None and not _has_averaged_all(model):
+            return False
+        if model is None or not self._may_share(model, parameters) or not self._try_to_share(model):
             self._seen_models = registrations()
             return False
-        # A rank without data is not here, and sharing needs all of them: later.
-        history = model.reducer.history
-        if history.absent or not history.steps or model.reducer.window.open:
-            return False
+        return True
+
+    def _try_to_share(self, model: DistributedDataParallel) -> bool:
         try:
             self._share(model)
         except (MismatchError, NativeError) as error:
@@ -255,30 +257,32 @@ class NativeOptimizer(torch.optim.Optimizer):
             if self._sharing is _Sharing.REQUIRED:
                 raise
             _logger.info("each rank keeps optimizer state of its own: %s", error)
-            self._seen_models = registrations()
             return False
         return True
 
-    def _model_to_share(self) -> DistributedDataParallel | None:
-        """The model whose ranks share this optimizer's parameters; None if there is none."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
+    def _may_share(
+        self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the ranks of this model can share these parameters, and gain by it: the same on
+        all of them.
+        """
         if not is_worth_sharing(parameters):
-            return None
+            return False
+        reason = why_not_shared(model)
         if self._sharing is _Sharing.REQUIRED:
-            model = find_model(parameters)
-            if model is not None and (reason := why_not_shared(model)):
+            if reason is not None:
                 raise ConfigError(reason)
-            return model
-        models = models_of(parameters)
-        if len(models) != 1 or models[0].process_group.size() == 1 or why_not_shared(models[0]):
-            return None
+            refuse_shared_twice(parameters)
+            return True
         # An optimizer of some parameters may be another one on each rank, as in torch's
         # ZeroRedundancyOptimizer: then the others would not come.
         known = set(map(id, parameters))
-        reducer = models[0].reducer
-        assert isinstance(reducer, Reducer)
-        has_all = all(id(entry.parameter) in known for entry in reducer.managed)
-        return models[0] if has_all and not is_shared_already(parameters) else None
+        reducer = model.reducer
+        return (
+            reason is None
+            and isinstance(reducer, Reducer)
+            and all(id(entry.parameter) in known for entry in reducer.managed)
+        )
 
     def _share(self, model: DistributedDataParallel) -> SharedStep:
         reducer = model.reducer
@@ -434,6 +438,14 @@ def new_step_counter(group: dict[str, Any]) -> torch.Tensor:
     """The number of steps made, as torch's classes keep it."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
+
+
+def _has_averaged_all(model: DistributedDataParallel) -> bool:
+    """Whether all ranks have just averaged the gradients that are there. A rank without data is not
+    here, and sharing needs all of them: later.
+    """
+    reducer = model.reducer
+    return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
 
 
 def _core_may_step(group: dict[str, Any]) -> bool:

@@ -49,8 +49,8 @@ __all__ = [
     "SharedStep",
     "Verdict",
     "find_model",
-    "is_shared_already",
     "is_worth_sharing",
+    "refuse_shared_twice",
     "refuse_to_share",
     "why_not_shared",
 ]
@@ -135,16 +135,13 @@ def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model whose ranks average the gradients of these parameters; None if there is none, or
-    but one process.
+    """The model whose ranks average the gradients of these parameters, and did so last; None if
+    there is none, or but one process.
+
+    The last one: a model that was dropped may not be gone yet, on some of the ranks.
     """
     models = [model for model in models_of(parameters) if model.process_group.size() > 1]
-    if len(models) > 1:
-        raise ConfigError(
-            f"shared=True: these parameters belong to {len(models)} models wrapped in "
-            "DistributedDataParallel, but their ranks meet in one. Make an optimizer for each model"
-        )
-    return models[0] if models else None
+    return max(models, key=lambda model: model.reducer.history.last_average, default=None)
 
 
 def why_not_shared(model: DistributedDataParallel) -> str | None:
@@ -175,22 +172,14 @@ def refuse_to_share(parameters: Sequence[torch.Tensor]) -> None:
     )
 
 
-def is_shared_already(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether another optimizer has one of these parameters in shared memory."""
-    return any(
-        other.is_in_use and any(parameter in other for parameter in parameters) for other in _live
-    )
-
-
-def _refuse_shared_twice(
-    parameters: Sequence[SharedParameter], replaced: SharedStep | None
-) -> None:
+def refuse_shared_twice(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if another optimizer has some of these parameters in shared memory."""
     for other in _live:
-        twice = [shared.name for shared in parameters if shared.parameter in other]
-        if twice and other is not replaced and other.is_in_use:
+        twice = sum(parameter in other for parameter in parameters)
+        if twice and other.is_in_use:
             raise ConfigError(
-                f"{twice[0]} and {len(twice) - 1} more belong to another optimizer with "
-                "shared=True already. Give each parameter to one of them, or drop the other first"
+                f"{twice} parameters belong to another optimizer that shares them already. Give "
+                "each parameter to one of them, or drop the other first"
             )
 
 
@@ -207,19 +196,19 @@ class SharedStep:
         counter_dtype: torch.dtype,
         replaced: SharedStep | None = None,
     ) -> None:
-        """All ranks make this together, and have the same in their parameters and state.
-        `replaced`: this optimizer's former one.
+        """All ranks make this together, and have the same in their parameters and state. Whatever
+        shared some of them before is released. `replaced`: this optimizer's former one.
         """
         comm = model.shared_memory
         assert comm is not None
         self._model = weakref.ref(model)
         self._comm = comm
-        _refuse_shared_twice(parameters, replaced)
         _check_same(model, parameters, states)
         # In a row, in which programs have written to parameters or state.
         self.disturbed_steps: int = 0 if replaced is None else replaced.disturbed_steps
-        if replaced is not None:
-            replaced.release()
+        for other in list(_live):
+            if any(shared.parameter in other for shared in parameters):
+                other.release()
         self._make_memory(comm, parameters, counter_dtype)
         self._meeting = Meeting(comm, self._notes.address)
         self._label = _wait_label(model)
@@ -231,6 +220,7 @@ class SharedStep:
         self._first_number = averages * _NUMBERS_PER_STEP
         self._number = 1
         self._open = False
+        self.is_released = False
         _live.add(self)
 
     def _make_memory(
@@ -382,7 +372,10 @@ class SharedStep:
 
     def release(self) -> None:
         """Each rank has its parameters and state to itself from now on, where they are."""
+        if self.is_released:
+            return
         self.catch_up()
+        self.is_released = True
         self._view.keep()
         self._notes.released[self._comm.rank] = 1
         if bool(self._notes.released.all()):
@@ -501,7 +494,7 @@ class SharedStep:
 
     def step_failed(self) -> None:
         """This rank gives the step up: whoever waits for it in `begin` hears of it."""
-        if not self._open and not self.is_absent:
+        if not (self._open or self.is_released or self.is_absent):
             self._meet(self._next_begin(), [self._comm.rank], 0, _Flag.FAILED)
 
     def raise_failure(self) -> None:
@@ -514,7 +507,7 @@ class SharedStep:
         """A rank that missed steps sees what the others have made. To be called when they are not
         in a step; what this rank wrote before is of steps ago.
         """
-        made = int(self._notes.steps_made)
+        made = 0 if self.is_released else int(self._notes.steps_made)
         if made > self._steps_made:
             self._view.discard_all()
             self._counters.copy_(self._notes.counters)
