@@ -41,6 +41,8 @@ from paceline.optim.shared_step import (
     SharedStep,
     Verdict,
     find_model,
+    has_all_parameters,
+    has_averaged_all,
     is_worth_sharing,
     refuse_shared_twice,
     refuse_to_share,
@@ -242,7 +244,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
         model = find_model(parameters)
-        if model is not None and not _has_averaged_all(model):
+        if model is not None and not has_averaged_all(model):
             return False
         if model is None or not self._may_share(model, parameters) or not self._try_to_share(model):
             self._seen_models = registrations()
@@ -274,15 +276,7 @@ class NativeOptimizer(torch.optim.Optimizer):
                 raise ConfigError(reason)
             refuse_shared_twice(parameters)
             return True
-        # An optimizer of some parameters may be another one on each rank, as in torch's
-        # ZeroRedundancyOptimizer: then the others would not come.
-        known = set(map(id, parameters))
-        reducer = model.reducer
-        return (
-            reason is None
-            and isinstance(reducer, Reducer)
-            and all(id(entry.parameter) in known for entry in reducer.managed)
-        )
+        return reason is None and has_all_parameters(model, parameters)
 
     def _share(self, model: DistributedDataParallel) -> SharedStep:
         reducer = model.reducer
@@ -296,12 +290,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         ]
         counter = new_step_counter(self.param_groups[0])
         self._tables.clear()
+        shared = SharedStep(model, chosen, self.state, counter.dtype, replaced=self._shared)
         if self._release is not None:
             self._release.detach()
-        self._shared = shared = SharedStep(
-            model, chosen, self.state, counter.dtype, replaced=self._shared
-        )
-        model.step_partners.add(shared)
+        self._shared = shared
         # Whoever changes the parameters when this optimizer is gone does so on every rank.
         self._release = weakref.finalize(self, shared.release)
         self._release.atexit = False
@@ -438,14 +430,6 @@ def new_step_counter(group: dict[str, Any]) -> torch.Tensor:
     """The number of steps made, as torch's classes keep it."""
     wide = torch.get_default_dtype() == torch.float64 and not group["fused"]
     return torch.zeros((), dtype=torch.float64 if wide else torch.float32, device="cpu")
-
-
-def _has_averaged_all(model: DistributedDataParallel) -> bool:
-    """Whether all ranks have just averaged the gradients that are there. A rank without data is not
-    here, and sharing needs all of them: later.
-    """
-    reducer = model.reducer
-    return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
 
 
 def _core_may_step(group: dict[str, Any]) -> bool:

@@ -17,13 +17,14 @@ missed some steps goes on from the shared ones.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
 import mmap
 import weakref
 import zlib
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -49,6 +50,8 @@ __all__ = [
     "SharedStep",
     "Verdict",
     "find_model",
+    "has_all_parameters",
+    "has_averaged_all",
     "is_worth_sharing",
     "refuse_shared_twice",
     "refuse_to_share",
@@ -144,6 +147,25 @@ def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | 
     return max(models, key=lambda model: model.reducer.history.last_average, default=None)
 
 
+def has_all_parameters(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether these are all that the model averages. An optimizer of some of them may be another
+    one on each rank, as in torch's ZeroRedundancyOptimizer: then the others would not come.
+    """
+    known = set(map(id, parameters))
+    reducer = model.reducer
+    return isinstance(reducer, Reducer) and all(
+        id(entry.parameter) in known for entry in reducer.managed
+    )
+
+
+def has_averaged_all(model: DistributedDataParallel) -> bool:
+    """Whether all ranks have averaged the gradients that are there. A rank without data will not
+    come to share its parameters.
+    """
+    reducer = model.reducer
+    return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
+
+
 def why_not_shared(model: DistributedDataParallel) -> str | None:
     """What keeps the ranks of a model from sharing its parameters, as a sentence with the cure."""
     if not can_find_written_pages():
@@ -202,7 +224,7 @@ class SharedStep:
         comm = model.shared_memory
         assert comm is not None
         self._model = weakref.ref(model)
-        self._comm = comm
+        self.comm = comm
         _check_same(model, parameters, states)
         # In a row, in which programs have written to parameters or state.
         self.disturbed_steps: int = 0 if replaced is None else replaced.disturbed_steps
@@ -213,7 +235,7 @@ class SharedStep:
         self._meeting = Meeting(comm, self._notes.address)
         self._label = _wait_label(model)
         self._move_in(states)
-        self._steps_made = 0  # as far as this rank knows
+        self.steps_made = 0  # as far as this rank knows
         self._state_was_read = False
         averages = model.reducer.history.steps
         self._averages_used = averages - 1
@@ -222,6 +244,7 @@ class SharedStep:
         self._open = False
         self.is_released = False
         _live.add(self)
+        model.step_partners.add(self)
 
     def _make_memory(
         self,
@@ -260,10 +283,10 @@ class SharedStep:
             )
         ]
         with torch.no_grad():
-            if self._comm.rank == 0:
+            if self.comm.rank == 0:
                 for index, tensor in contents:
                     self._view.shared_tensor(index, tensor).copy_(tensor)
-            sums_over(self._comm)([0])  # the first rank's numbers are there
+            sums_over(self.comm)([0])  # the first rank's numbers are there
             for slot in self._slots.values():
                 self._place_parameter(slot)
                 if slot.parameter in states:
@@ -358,6 +381,24 @@ class SharedStep:
         counters = (counter.data_ptr() for counter in self._counters)
         return {**self._view.shared_addresses(), **{at: at for at in counters}}
 
+    def is_in_place(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is still where this object has put it."""
+        return parameter.data_ptr() == self._view.address(self._slots[id(parameter)].index)
+
+    @contextlib.contextmanager
+    def writing(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let these parameters be those in the shared memory, so that what is written to them is
+        seen by all: between `begin` and `end`, by one rank each.
+        """
+        kept = [parameter.data for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = self.shared_tensor(parameter)
+            yield
+        finally:
+            for parameter, data in zip(parameters, kept, strict=True):
+                parameter.data = data
+
     def shared_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
         """A parameter as all ranks see it: what is written there is a step."""
         return self._view.shared_tensor(self._slots[id(parameter)].index, parameter)
@@ -365,10 +406,7 @@ class SharedStep:
     @property
     def is_in_use(self) -> bool:
         """Whether some parameter is still where this object has put it."""
-        return any(
-            slot.parameter.data_ptr() == self._view.address(slot.index)
-            for slot in self._slots.values()
-        )
+        return any(self.is_in_place(slot.parameter) for slot in self._slots.values())
 
     def release(self) -> None:
         """Each rank has its parameters and state to itself from now on, where they are."""
@@ -377,7 +415,7 @@ class SharedStep:
         self.catch_up()
         self.is_released = True
         self._view.keep()
-        self._notes.released[self._comm.rank] = 1
+        self._notes.released[self.comm.rank] = 1
         if bool(self._notes.released.all()):
             self._view.drop_shared()
         _live.discard(self)
@@ -397,7 +435,7 @@ class SharedStep:
     @property
     def is_cut_off(self) -> bool:
         """Whether the model averages its gradients elsewhere by now: a hook, another group."""
-        return self.model.shared_memory is not self._comm
+        return self.model.shared_memory is not self.comm
 
     @property
     def is_disturbed(self) -> bool:
@@ -418,7 +456,7 @@ class SharedStep:
         """Raise if a backward inside `no_sync()` was the last."""
         if self.model.reducer.window.open:
             raise ConfigError(
-                f"shared=True: the last backward on rank {self._comm.rank} was inside no_sync(), "
+                f"shared=True: the last backward on rank {self.comm.rank} was inside no_sync(), "
                 "so gradients differ between ranks, but a step in shared memory is one for all. "
                 "Run the last backward before a step outside of no_sync(), or leave shared=True out"
             )
@@ -427,16 +465,16 @@ class SharedStep:
     def present(self) -> list[int]:
         """The ranks that had data in the last step, and make the update."""
         absent = self.model.reducer.history.absent
-        return [rank for rank in range(self._comm.size) if rank not in absent]
+        return [rank for rank in range(self.comm.size) if rank not in absent]
 
     @property
     def is_absent(self) -> bool:
         """Whether this rank had no data in the last step, so that the others make the update."""
-        return self._comm.rank in self.model.reducer.history.absent
+        return self.comm.rank in self.model.reducer.history.absent
 
     def part(self, present: Sequence[int]) -> tuple[int, int]:
         """Which part of an update is this rank's, and how many there are."""
-        return present.index(self._comm.rank), len(present)
+        return present.index(self.comm.rank), len(present)
 
     def begin(
         self, present: Sequence[int], content: bytes, *, intact: bool, separate: bool = False
@@ -472,7 +510,7 @@ class SharedStep:
             }
             raise MismatchError(
                 f"the ranks are about to make different optimizer steps (this is rank "
-                f"{self._comm.rank}; digests {values}): parameters that have a gradient, and the "
+                f"{self.comm.rank}; digests {values}): parameters that have a gradient, and the "
                 "settings of parameter groups, must be the same on every rank. Nothing was changed",
                 values,
             )
@@ -482,20 +520,21 @@ class SharedStep:
         self._averages_used = self.model.reducer.history.steps
         return Verdict.GO
 
-    def end(self, present: Sequence[int]) -> None:
-        """Wait until all parts are made."""
-        self._meet(self._number + 1, present, 0, _Flag(0))
+    def end(self, present: Sequence[int], note: int = 0) -> list[int]:
+        """Wait until all parts are made; returns every rank's note."""
+        answers = self._meet(self._number + 1, present, note, _Flag(0))
         self._open = False
-        self._steps_made += 1
-        if present[0] == self._comm.rank:
+        self.steps_made += 1
+        if present[0] == self.comm.rank:
             self._notes.counters.copy_(self._counters)
-            self._notes.steps_made.fill_(self._steps_made)
+            self._notes.steps_made.fill_(self.steps_made)
         self._view.refresh()
+        return [note for note, _ in answers]
 
     def step_failed(self) -> None:
         """This rank gives the step up: whoever waits for it in `begin` hears of it."""
         if not (self._open or self.is_released or self.is_absent):
-            self._meet(self._next_begin(), [self._comm.rank], 0, _Flag.FAILED)
+            self._meet(self._next_begin(), [self.comm.rank], 0, _Flag.FAILED)
 
     def raise_failure(self) -> None:
         """Take part in what the rank that failed does, and raise what it says."""
@@ -508,10 +547,10 @@ class SharedStep:
         in a step; what this rank wrote before is of steps ago.
         """
         made = 0 if self.is_released else int(self._notes.steps_made)
-        if made > self._steps_made:
+        if made > self.steps_made:
             self._view.discard_all()
             self._counters.copy_(self._notes.counters)
-            self._steps_made = made
+            self.steps_made = made
 
     def prepare_reading(self) -> None:
         """The program is about to read the state."""
@@ -519,9 +558,9 @@ class SharedStep:
         self._state_was_read = True
 
     def _refuse_to_separate_without(self, present: Sequence[int]) -> None:
-        if len(present) < self._comm.size:
+        if len(present) < self.comm.size:
             raise ConfigError(
-                f"rank {self._comm.rank} and others step with gradients that were not averaged, or "
+                f"rank {self.comm.rank} and others step with gradients that were not averaged, or "
                 "that the core cannot take, while ranks without data share their parameters. Make "
                 "the optimizer with shared=False"
             )
@@ -546,7 +585,7 @@ class SharedStep:
         """What programs have written to their replicas becomes what is shared, if all ranks have
         the same.
         """
-        rank, notes, number = self._comm.rank, self._notes, self._number
+        rank, notes, number = self.comm.rank, self._notes, self._number
         notes.marks[rank].zero_()
         notes.marks[rank, written] = 1
         self._meet(number + 1, present, 0, _Flag(0))
@@ -581,7 +620,7 @@ class SharedStep:
         }
         raise MismatchError(
             f"the program has changed {shown}{more} to other values on some ranks than on others "
-            f"(this is rank {self._comm.rank}; digests of the first: {values}), so that the "
+            f"(this is rank {self.comm.rank}; digests of the first: {values}), so that the "
             "replicas would drift apart. Make the same change on every rank, or make the optimizer "
             "with shared=False. Nothing was changed by this step",
             values,
