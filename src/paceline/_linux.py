@@ -11,6 +11,8 @@ import contextlib
 import ctypes
 import dataclasses
 import fcntl
+import functools
+import mmap
 import os
 import pathlib
 import signal
@@ -25,6 +27,7 @@ __all__ = [
     "adopt_orphans",
     "anonymous_memory",
     "boot_id",
+    "can_find_written_pages",
     "catches_signal",
     "descendants",
     "die_with_parent",
@@ -37,6 +40,7 @@ __all__ = [
     "process_ids",
     "read_stat",
     "signal_when_parent_ends",
+    "written_pages",
 ]
 
 # _IOWR(0xFF, 11, struct pidfd_info): since Linux 6.13; the exit code since 6.15 (linux/pidfd.h).
@@ -44,6 +48,14 @@ _PIDFD_INFO_BYTES = 64
 _PIDFD_GET_INFO = (3 << 30) | (_PIDFD_INFO_BYTES << 16) | (0xFF << 8) | 11
 _PIDFD_INFO_EXIT = 1 << 3
 _EXIT_CODE_AT = 60
+
+# _IOWR('f', 16, struct pm_scan_arg): since Linux 6.7 (linux/fs.h).
+_PAGEMAP_SCAN = (3 << 30) | (96 << 16) | (ord("f") << 8) | 16
+_PAGE_IS_FILE, _PAGE_IS_PRESENT, _PAGE_IS_SWAPPED = 1 << 2, 1 << 3, 1 << 4
+_REGIONS_AT_ONCE = 256
+_REGION_WORDS = 3  # begin, end, categories
+# An entry of /proc/self/pagemap: present, swapped, neither of a file nor shared.
+_ENTRY_PRESENT, _ENTRY_SWAPPED, _ENTRY_OF_FILE = 1 << 63, 1 << 62, 1 << 61
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -86,6 +98,82 @@ def anonymous_memory(name: str, nbytes: int = 0) -> int:
 def open_descriptor_of(pid: int, number: int) -> int:
     """Open what another process of the same user has open under a descriptor number."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def written_pages(begin: int, end: int) -> list[tuple[int, int]]:
+    """The parts of a private mapping of a file that this process has written to, as addresses of
+    whole pages: there it has copies of its own, elsewhere it sees the file.
+
+    Costs about 40 ns for each page that was ever looked at.
+    """
+    pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _scan_page_tables(pagemap, begin, end)
+    except OSError:
+        return _read_page_tables(pagemap, begin, end)
+    finally:
+        os.close(pagemap)
+
+
+def _scan_page_tables(pagemap: int, begin: int, end: int) -> list[tuple[int, int]]:
+    found: list[tuple[int, int]] = []
+    regions = array.array("Q", bytes(8 * _REGION_WORDS * _REGIONS_AT_ONCE))
+    there = _PAGE_IS_PRESENT | _PAGE_IS_SWAPPED
+    while begin < end:
+        scan = array.array(
+            "Q",
+            [
+                *(96, 0, begin, end, 0),  # size, flags, the range, where the walk ended
+                *(regions.buffer_info()[0], _REGIONS_AT_ONCE, 0),
+                # Not of the file, and there at all.
+                *(_PAGE_IS_FILE, _PAGE_IS_FILE, there, there),
+            ],
+        )
+        count = fcntl.ioctl(pagemap, _PAGEMAP_SCAN, scan)
+        found += [(regions[i], regions[i + 1]) for i in range(0, count * _REGION_WORDS, 3)]
+        begin = scan[4]
+    return found
+
+
+def _read_page_tables(pagemap: int, begin: int, end: int) -> list[tuple[int, int]]:
+    page = mmap.PAGESIZE
+    entries = array.array("Q", os.pread(pagemap, (end - begin) // page * 8, begin // page * 8))
+    if len(entries) != (end - begin) // page:
+        raise OSError("/proc/self/pagemap ends early")
+    return [
+        (begin + index * page, begin + (index + 1) * page)
+        for index, entry in enumerate(entries)
+        if entry & (_ENTRY_PRESENT | _ENTRY_SWAPPED) and not entry & _ENTRY_OF_FILE
+    ]
+
+
+@functools.cache
+def can_find_written_pages() -> bool:
+    """Whether `written_pages` works here: tried once. Some sandboxes have no page tables to show,
+    or show something else.
+    """
+    page = mmap.PAGESIZE
+    try:
+        descriptor = anonymous_memory("paceline", 3 * page)
+        try:
+            mapping = mmap.mmap(
+                descriptor,
+                3 * page,
+                flags=mmap.MAP_PRIVATE,
+                prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            )
+        finally:
+            os.close(descriptor)
+        with mapping:
+            address = ctypes.addressof(anchor := ctypes.c_char.from_buffer(mapping))
+            del anchor  # a mapping with exports cannot be closed
+            mapping[0], mapping[page] = mapping[2 * page], 1
+            return written_pages(address, address + 3 * page) in (
+                [(address, address + 2 * page)],
+                [(address, address + page), (address + page, address + 2 * page)],
+            )
+    except OSError:
+        return False
 
 
 # ------------------------------------------------------------- other processes

@@ -1,5 +1,5 @@
-"""`paceline.optim` with shared=True: one copy per host of parameters and state, the step split over
-the ranks. The same bits as every rank stepping for itself.
+"""`paceline.optim` on ranks of one host: one copy of parameters and state, the step split over the
+ranks. The same bits as every rank stepping for itself, whatever the program does to its weights.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import paceline
-from paceline.optim import shared_step
+from paceline.optim import replica_view, shared_step
 from tests.harness import RankDied, init_group, run_ranks
 
 OPTIMIZERS = {
@@ -26,9 +26,10 @@ OPTIMIZERS = {
 }
 
 
-def net(width=9):
-    """Small, and shared all the same."""
+def net(width=9, mapped=True):
+    """Small, and shared all the same; seen by its pages, or by copies."""
     shared_step._WORTH_SHARING_BYTES = 0
+    replica_view._MAPPED_BYTES = 0 if mapped else 2**40
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(5, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
@@ -46,8 +47,8 @@ def train(model, optimizer, rank, steps, start=0):
         optimizer.step()
 
 
-def wrapped(**options):
-    return paceline.DistributedDataParallel(net(), **options)
+def wrapped(mapped=True, **options):
+    return paceline.DistributedDataParallel(net(mapped=mapped), **options)
 
 
 def bits(tensors):
@@ -60,27 +61,28 @@ def assert_same(left, right):
         assert torch.equal(one, other)
 
 
-def assert_one_memory(rank, parameters):
-    """What rank 0 writes, the others see."""
+def assert_one_memory(rank, optimizer, parameters):
+    """What is written to the shared memory, all ranks see. Spoils the weights."""
     for parameter in parameters:
         dist.barrier()
         if rank == 0:
-            parameter.data.view(-1)[0] = 1234.5
+            optimizer._shared.shared_tensor(parameter).view(-1)[0] = 1234.5
         dist.barrier()
         assert parameter.data.view(-1)[0] == 1234.5
 
 
 # --- the same bits --------------------------------------------------------------------------------
-def train_both_ways(rank, world, name):
+def train_both_ways(rank, world, name, mapped=True, shared=None):
     init_group("paceline")
     results = []
-    for shared in (False, True):
-        model = wrapped(check_replicas_every=1)
-        optimizer = OPTIMIZERS[name](model.parameters(), shared=shared)
+    for sharing in (False, shared):
+        model = wrapped(mapped, check_replicas_every=1)
+        optimizer = OPTIMIZERS[name](model.parameters(), shared=sharing)
         train(model, optimizer, rank, 5)
-        results.append((bits(model.parameters()), optimizer.state_dict()))
-        if shared:
-            assert_one_memory(rank, model.parameters())
+        results.append((bits(model.parameters()), copy.deepcopy(optimizer.state_dict())))
+        assert (optimizer._shared is not None) == (sharing is not False)
+        if sharing is not False and mapped:
+            assert_one_memory(rank, optimizer, model.parameters())
     (plain, plain_state), (together, state) = results
     assert_same(plain, together)
     assert state["param_groups"] == plain_state["param_groups"]
@@ -91,10 +93,15 @@ def train_both_ways(rank, world, name):
     return together
 
 
+@pytest.mark.parametrize("mapped", [True, False])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_same_bits_as_every_rank_for_itself(name):
-    results = run_ranks(2, train_both_ways, name)
+def test_the_same_bits_as_every_rank_for_itself(name, mapped):
+    results = run_ranks(2, train_both_ways, name, mapped)
     assert_same(results[0], results[1])
+
+
+def test_sharing_can_be_demanded():
+    run_ranks(2, train_both_ways, "AdamW", True, True)
 
 
 def test_more_ranks_than_lines_of_a_parameter():
@@ -132,14 +139,14 @@ def optimizer_before_wrapping(rank, world):
     optimizer = OPTIMIZERS["AdamW"](module.parameters(), shared=True)
     model = paceline.DistributedDataParallel(module)
     train(model, optimizer, rank, 3)
-    assert_one_memory(rank, model.parameters())
+    assert_one_memory(rank, optimizer, model.parameters())
 
 
 def groups_frozen_and_foreign(rank, world):
     """A parameter that the model does not have, one frozen at first, groups of other settings."""
     init_group("paceline")
     results = []
-    for shared in (False, True):
+    for shared in (False, None):
         model = wrapped()
         first, *others = model.parameters()
         foreign = torch.nn.Parameter(torch.ones(4))
@@ -166,7 +173,7 @@ def loading(rank, world):
     """A checkpoint loaded in mid-run, on every rank."""
     init_group("paceline")
     results = []
-    for shared in (False, True):
+    for shared in (False, None):
         model = wrapped()
         optimizer = OPTIMIZERS["Adam"](model.parameters(), shared=shared)
         train(model, optimizer, rank, 2)
@@ -177,7 +184,7 @@ def loading(rank, world):
         train(model, optimizer, rank, 3, start=2)
         results.append(bits(model.parameters()))
     assert_same(*results)
-    assert_one_memory(rank, model.parameters())
+    assert_one_memory(rank, optimizer, model.parameters())
 
 
 def replacing(rank, world):
@@ -190,14 +197,14 @@ def replacing(rank, world):
     if rank == 1:
         parameter.data = parameter.data.clone()
     train(model, optimizer, rank, 2, start=2)
-    assert_one_memory(rank, model.parameters())
+    assert_one_memory(rank, optimizer, model.parameters())
 
 
 def momentum_later(rank, world):
     """Momentum is switched on while parameters are shared already; dampening shows a first one."""
     init_group("paceline")
     results = []
-    for shared in (False, True):
+    for shared in (False, None):
         model = wrapped()
         optimizer = paceline.optim.SGD(model.parameters(), lr=0.1, dampening=0.5, shared=shared)
         train(model, optimizer, rank, 2)
@@ -214,7 +221,7 @@ def dropping(rank, world):
     optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
     train(model, optimizer, rank, 2)
     before = bits(model.parameters())
-    with pytest.raises(paceline.ConfigError, match="another optimizer with shared=True"):
+    with pytest.raises(paceline.ConfigError, match="another optimizer that shares"):
         train(model, OPTIMIZERS["SGD"](model.parameters(), shared=True), rank, 1)
     dist.barrier()
     del optimizer
@@ -292,7 +299,7 @@ def run_out(rank, world, way):
     """Rank 1 has fewer batches; afterwards all train on together."""
     init_group("paceline")
     results = []
-    for shared in (False, True):
+    for shared in (False, None):
         model = wrapped()
         optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=shared)
         steps = 5 if rank == 0 else 2
@@ -302,7 +309,7 @@ def run_out(rank, world, way):
         else:
             train(model, optimizer, rank, steps)
             model.no_more_data(optimizer)
-        if way == "join" and not shared:
+        if way == "join" and shared is False:
             # The rank that left early has missed steps of its own optimizer: what it is to have is
             # what the other has.
             states = [optimizer.state_dict()]
@@ -344,7 +351,7 @@ def fail_before_the_step(rank, world):
     assert time.monotonic() - start < 20
     assert_same(bits(model.parameters()), before)
     train(model, optimizer, rank, 2, start=8)
-    assert_one_memory(rank, model.parameters())
+    assert_one_memory(rank, optimizer, model.parameters())
 
 
 def test_a_step_given_up_between_average_and_optimizer_is_made_by_nobody():

@@ -39,7 +39,7 @@ _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "torch, default": ("torch", "torch", {}),
     "torch, fused": ("torch", "torch", {"fused": True}),
     "paceline + torch fused": ("paceline", "torch", {"fused": True}),
-    "paceline.optim": ("paceline", "paceline", {}),
+    "paceline.optim": ("paceline", "paceline", {"shared": False}),
     "paceline.optim, shared": ("paceline", "paceline", {"shared": True}),
 }
 _MEMORY_MODEL = "mlp-17m"

@@ -11,7 +11,7 @@ from paceline.core.communicator import Communicator
 from paceline.core.rendezvous import SumOverRanks, agreed_descriptor
 from paceline.errors import NativeError
 
-__all__ = ["open_shared_memory", "reserve", "sums_over"]
+__all__ = ["open_shared_memory", "open_with_private_view", "reserve", "sums_over"]
 
 _INT64, _SUM = 7, 0  # plc_dtype, plc_op
 
@@ -24,6 +24,24 @@ def open_shared_memory(comm: Communicator, nbytes: int) -> mmap.mmap:
         sums_over(comm), comm.rank, comm.size, lambda descriptor: reserve(descriptor, nbytes)
     ) as shared:
         return mmap.mmap(shared, nbytes)
+
+
+def open_with_private_view(
+    comm: Communicator, nbytes: int, begin: int, end: int
+) -> tuple[mmap.mmap, mmap.mmap]:
+    """The same, and pages `begin` to `end` of it mapped a second time: reading there shows what is
+    in the shared memory, until this process writes to a page and has it to itself from then on.
+    """
+    with agreed_descriptor(
+        sums_over(comm), comm.rank, comm.size, lambda descriptor: reserve(descriptor, nbytes)
+    ) as shared:
+        return mmap.mmap(shared, nbytes), mmap.mmap(
+            shared,
+            end - begin,
+            flags=mmap.MAP_PRIVATE,
+            prot=mmap.PROT_READ | mmap.PROT_WRITE,
+            offset=begin,
+        )
 
 
 def sums_over(comm: Communicator) -> SumOverRanks:

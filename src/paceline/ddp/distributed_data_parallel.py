@@ -480,6 +480,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         module = self.module
 
         def weights() -> list[tuple[str, torch.Tensor]]:
+            self.step_partners.catch_up()
             return [named for named in module.named_parameters() if named[0] in names]
 
         return DriftCheck(transport, weights, every)
@@ -831,6 +832,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
         Only forwards change buffers, and those the others ran alone: buffers are always copied.
         """
+        self.step_partners.catch_up()
         buffers = self._named_buffers() if self._config.forward_sync_buffers else {}
         if not weights and not buffers:
             return
@@ -841,6 +843,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             broadcast(self.process_group, list(buffers.values()), source)
 
     def _broadcast_everything(self, source: int) -> None:
+        self.step_partners.catch_up()
         tensors: list[torch.Tensor] = [
             parameter
             for name, parameter in self.module.named_parameters()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import traceback
 from collections.abc import Iterator, Sequence
 
@@ -19,6 +20,9 @@ _UNKNOWN_ERROR = (
 )
 
 
+_averages = itertools.count(1)
+
+
 class StepHistory:
     """What has become of the steps of one model. It outlives the reducers that take them: a model
     whose buckets are planned anew inside `all_or_none()` still knows what happened before.
@@ -28,6 +32,7 @@ class StepHistory:
         "absent",
         "agreed_failures",
         "failures",
+        "last_average",
         "last_error",
         "last_sync_seconds",
         "steps",
@@ -37,6 +42,7 @@ class StepHistory:
 
     def __init__(self) -> None:
         self.steps = 0  # that were averaged
+        self.last_average = 0  # its number among those of all models of this process, from 1 on
         self.absent: tuple[int, ...] = ()  # ranks that had no data in the last step
         self.failures = 0  # steps that ended in an error here
         self.agreed_failures = 0  # those that every rank knows of, so that all can leave them out
@@ -49,6 +55,7 @@ class StepHistory:
 
     def step_averaged(self) -> None:
         self.steps += 1
+        self.last_average = next(_averages)
 
     def note_absent(self, ranks: tuple[int, ...]) -> None:
         self.absent = ranks

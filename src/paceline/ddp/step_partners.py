@@ -52,6 +52,9 @@ class StepPartner(Protocol):
     def step_failed(self) -> None:
         """This rank will not come to the part of the step that all make together."""
 
+    def catch_up(self) -> None:
+        """The others are not in a step: see what they have made without this rank."""
+
 
 class DividedWork(Protocol):
     """Work of which every rank has a part."""
@@ -112,6 +115,10 @@ class StepPartners:
     def step_failed(self) -> None:
         for partner in list(self._partners):
             partner.step_failed()
+
+    def catch_up(self) -> None:
+        for partner in list(self._partners):
+            partner.catch_up()
 
 
 def refuse_absence_from_division(signals: Sequence[Signal]) -> None:

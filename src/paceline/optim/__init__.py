@@ -11,5 +11,6 @@ from __future__ import annotations
 from paceline.optim.adagrad import Adagrad
 from paceline.optim.adam import Adam, AdamW
 from paceline.optim.sgd import SGD
+from paceline.optim.sharded import Sharded
 
-__all__ = ["SGD", "Adam", "AdamW", "Adagrad"]
+__all__ = ["SGD", "Adam", "AdamW", "Adagrad", "Sharded"]

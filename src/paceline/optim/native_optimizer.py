@@ -12,7 +12,9 @@ core is not built.
 
 from __future__ import annotations
 
+import enum
 import inspect
+import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -26,6 +28,7 @@ from paceline.core.update import Option
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import registrations
+from paceline.errors import ConfigError, MismatchError, NativeError
 from paceline.optim.divided_step import DividedStep, find_model_to_divide
 from paceline.optim.parameter_table import (
     GradientArrays,
@@ -36,14 +39,29 @@ from paceline.optim.parameter_table import (
     is_shareable,
 )
 from paceline.optim.shared_step import (
+    SharedParameter,
     SharedStep,
     Verdict,
     find_model,
+    has_all_parameters,
+    has_averaged_all,
     is_worth_sharing,
+    refuse_shared_twice,
     refuse_to_share,
+    why_not_shared,
 )
 
 __all__ = ["NativeOptimizer", "new_step_counter", "write_common_numbers"]
+
+_logger = logging.getLogger("paceline")
+
+
+class _Sharing(enum.Enum):
+    """Whether ranks of a host keep parameters and state once."""
+
+    WHERE_POSSIBLE = None
+    REQUIRED = True
+    OFF = False
 
 
 # Where the division of the state is found: in the state, like what it stands for. Whatever loads,
@@ -66,7 +84,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     # By the group's number, and whether they are in memory shared by ranks.
     _tables: dict[tuple[int, bool], ParameterTable]
-    _wants_sharing: bool
+    _sharing: _Sharing
     _shared: SharedStep | None
     _release: weakref.finalize[..., NativeOptimizer] | None
     _seen_models: int  # how many had been registered when there was none of ours
@@ -75,29 +93,31 @@ class NativeOptimizer(torch.optim.Optimizer):
     def __new__(cls, *_arguments: Any, **_options: Any) -> NativeOptimizer:
         # Here, because copies and unpickled optimizers have no other beginning in common.
         self = super().__new__(cls)
-        self._tables, self._wants_sharing = {}, False
+        self._tables, self._sharing = {}, _Sharing.WHERE_POSSIBLE
         self._shared, self._release, self._seen_models = None, None, 0
         self._seen_undivided = 0
         return self
 
-    def __init__(self, *arguments: Any, shared: bool = False, **options: Any) -> None:
+    def __init__(self, *arguments: Any, shared: bool | None = None, **options: Any) -> None:
         """Arguments are those of torch's class.
 
         shared: with `paceline.DistributedDataParallel` on ranks of one host, keep parameters and
-            state once per host, and split the step over the ranks. Parameters are then the same
-            memory on all ranks: to change them outside the optimizer, by anything that is not the
-            same when done twice, do it on one rank. Where ranks share no memory (several hosts,
-            other backends, accelerators), each keeps the state of its part of the parameters only,
-            steps it, and gets the other parts from the others.
+            state once per host, and split the step over the ranks. To the program each rank has a
+            replica of its own all the same. None: where it can be and pays. True: an error where it
+            cannot be; and where ranks share no memory (several hosts, other backends,
+            accelerators), each keeps the state of its part of the parameters only, steps it, and
+            gets the other parts from the others. False: each rank steps for itself.
         """
         super().__init__(*arguments, **options)
-        self._wants_sharing = shared
+        if not (shared is None or isinstance(shared, bool)):
+            raise TypeError(f"shared is True, False or None (where it pays), got {shared!r}")
+        self._sharing = _Sharing(shared)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "stock" in vars(cls):
             signature = inspect.signature(cls.stock)
-            own = inspect.Parameter("shared", inspect.Parameter.KEYWORD_ONLY, default=False)
+            own = inspect.Parameter("shared", inspect.Parameter.KEYWORD_ONLY, default=None)
             cls.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for inspect
                 parameters=[*signature.parameters.values(), own]
             )
@@ -128,9 +148,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             return loss
         grad_scale = attributes.get("grad_scale")
         scale = 1.0 if grad_scale is None else float(grad_scale)
-        if self._wants_sharing is True and self._divide_if_possible():
+        if self._sharing is _Sharing.REQUIRED and self._divide_if_possible():
             self._step_divided(scale)
-        elif self._wants_sharing and self._share_if_possible():
+        elif self._sharing is not _Sharing.OFF and self._share_if_possible():
             self._step_together(scale)
         else:
             self.step_groups(self.param_groups, scale)
@@ -169,11 +189,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         table = self._tables.get(key)
         found = None if table is None else table.matches(parameters, gradients, self.state, names)
         if table is None or found is None:
-            table, gradients, others = self._sort(group, parameters, names)
+            is_shared = key[1]
+            table, gradients, others = self._sort(group, parameters, names, is_shared)
             self._tables[key] = table
-            if others and key[1]:
-                refuse_to_share(others)
-            elif others:
+            if others and not is_shared:
                 self._step_with_torch(group, others, grad_scale)
             found = GradientArrays(gradients)
         self.write_numbers(table.update.numbers, group)
@@ -181,7 +200,11 @@ class NativeOptimizer(torch.optim.Optimizer):
         return table, found
 
     def _sort(
-        self, group: dict[str, Any], parameters: list[torch.Tensor], names: tuple[str, ...]
+        self,
+        group: dict[str, Any],
+        parameters: list[torch.Tensor],
+        names: tuple[str, ...],
+        is_shared: bool,
     ) -> tuple[ParameterTable, list[torch.Tensor], list[torch.Tensor]]:
         """Which parameters the core steps, with gradients laid out as it needs them, and which
         torch does. Makes the state of the former.
@@ -194,7 +217,13 @@ class NativeOptimizer(torch.optim.Optimizer):
                 continue
             entries.append(entry)
             gradients.append(gradient_like(parameter))
-        return ParameterTable(entries, names), gradients, others
+        shared = self._shared if is_shared else None
+        if shared is None:
+            return ParameterTable(entries, names), gradients, others
+        if others and self._sharing is _Sharing.REQUIRED:
+            refuse_to_share(others)
+        table = ParameterTable(entries, names, shared.shared_addresses(), leaves_out=bool(others))
+        return table, gradients, others
 
     def _entry(
         self, group: dict[str, Any], parameter: torch.Tensor, names: tuple[str, ...]
@@ -226,43 +255,77 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _share_if_possible(self) -> bool:
         """Whether parameters and state are in shared memory, from now on at the latest."""
+        if self._shared is not None and (self._shared.is_released or self._shared.is_cut_off):
+            self._separate("another optimizer shares them, or gradients are averaged elsewhere")
         if self._shared is not None:
             return True
         if self._seen_models == registrations():
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
-        model = find_model(parameters) if is_worth_sharing(parameters) else None
-        if model is None:
+        model = find_model(parameters)
+        if model is not None and not has_averaged_all(model):
+            return False
+        if model is None or not self._may_share(model, parameters) or not self._try_to_share(model):
             self._seen_models = registrations()
             return False
-        # A rank without data is not here, and sharing needs all of them: later.
-        if model.reducer.history.absent:
-            return False
-        self._share(model)
         return True
+
+    def _try_to_share(self, model: DistributedDataParallel) -> bool:
+        try:
+            self._share(model)
+        except (MismatchError, NativeError) as error:
+            # Raised on all ranks: their optimizers are not alike, or there is too little memory.
+            if self._sharing is _Sharing.REQUIRED:
+                raise
+            _logger.info("each rank keeps optimizer state of its own: %s", error)
+            return False
+        return True
+
+    def _may_share(
+        self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]
+    ) -> bool:
+        """Whether the ranks of this model can share these parameters, and gain by it: the same on
+        all of them.
+        """
+        if not is_worth_sharing(parameters):
+            return False
+        reason = why_not_shared(model)
+        if self._sharing is _Sharing.REQUIRED:
+            if reason is not None:
+                raise ConfigError(reason)
+            refuse_shared_twice(parameters)
+            return True
+        return reason is None and has_all_parameters(model, parameters)
 
     def _share(self, model: DistributedDataParallel) -> SharedStep:
         reducer = model.reducer
         assert isinstance(reducer, Reducer)
-        averaged = {id(entry.parameter) for entry in reducer.managed}
+        names = {id(entry.parameter): entry.name for entry in reducer.managed}
         chosen = [
-            (f"parameter {number} of group {index}", parameter, self.state_names(group))
-            for index, group in enumerate(self.param_groups)
-            for number, parameter in enumerate(group["params"])
-            if id(parameter) in averaged and is_shareable(parameter) and _core_may_step(group)
+            SharedParameter(names[id(parameter)], parameter, self.state_names(group))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if id(parameter) in names and is_shareable(parameter) and _core_may_step(group)
         ]
         counter = new_step_counter(self.param_groups[0])
         self._tables.clear()
+        shared = SharedStep(model, chosen, self.state, counter.dtype, replaced=self._shared)
         if self._release is not None:
             self._release.detach()
-        self._shared = shared = SharedStep(
-            model, chosen, self.state, counter.dtype, replaced=self._shared
-        )
-        model.step_partners.add(shared)
+        self._shared = shared
         # Whoever changes the parameters when this optimizer is gone does so on every rank.
         self._release = weakref.finalize(self, shared.release)
         self._release.atexit = False
         return shared
+
+    def _separate(self, reason: str) -> None:
+        """Each rank has parameters and state of its own again."""
+        assert self._release is not None
+        _logger.info("each rank keeps parameters and optimizer state of its own now: %s", reason)
+        self._release()
+        self._shared, self._release = None, None
+        self._seen_models = registrations()
+        self._tables.clear()
 
     def _step_together(self, grad_scale: float) -> None:
         shared = self._shared
@@ -281,6 +344,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         if verdict is Verdict.FAILED:
             shared.raise_failure()
             return
+        if verdict is Verdict.SEPARATE:
+            self._separate("the program changes them, or their gradients, rank by rank")
+            for index, group in enumerate(self.param_groups):
+                together = [p for p in group["params"] if p in shared]
+                self._step_group(index, group, together, grad_scale)
+            return
         for table, gradients in work:
             numbers = table.update.numbers
             numbers.part, numbers.parts = shared.part(present)
@@ -290,6 +359,19 @@ class NativeOptimizer(torch.optim.Optimizer):
             increment_version(table.parameters)
 
     def _work_together(
+        self, shared: SharedStep, grad_scale: float
+    ) -> list[tuple[ParameterTable, GradientArrays]]:
+        work = self._tabulate_shared(shared, grad_scale)
+        if not all(table.has_all_addresses for table, _ in work):
+            # The program has replaced something.
+            for table, _ in work:
+                table.forget_new_state()
+            shared.take_back(self.state)
+            self._tables.clear()
+            work = self._tabulate_shared(shared, grad_scale)
+        return work
+
+    def _tabulate_shared(
         self, shared: SharedStep, grad_scale: float
     ) -> list[tuple[ParameterTable, GradientArrays]]:
         return [
@@ -311,7 +393,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             verdict = shared.begin(
                 present,
                 b"".join(table.content() for table in tables),
-                intact=all(map(shared.holds, tables)),
+                intact=all(table.has_all_addresses for table in tables),
+                separate=self._wants_to_separate(shared, tables),
             )
             return verdict
         finally:
@@ -320,12 +403,22 @@ class NativeOptimizer(torch.optim.Optimizer):
                     table.forget_new_state()
                 self._tables.clear()
 
+    def _wants_to_separate(self, shared: SharedStep, tables: Sequence[ParameterTable]) -> bool:
+        if self._sharing is _Sharing.REQUIRED:
+            shared.refuse_local_gradients()
+            return False
+        return (
+            shared.is_disturbed
+            or shared.has_local_gradients
+            or any(table.leaves_out for table in tables)
+        )
+
     def state_dict(self) -> dict[str, Any]:
         """Torch's format, complete on every rank. If the state is divided among ranks, all of them
         call this together.
         """
         if self._shared is not None:
-            self._shared.catch_up()
+            self._shared.prepare_reading()
         if not self.is_divided:
             return super().state_dict()
         divided = self.state

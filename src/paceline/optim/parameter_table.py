@@ -148,7 +148,19 @@ class GradientArrays:
 class ParameterTable:
     """Parameters that one native call updates, and the call."""
 
-    def __init__(self, entries: Sequence[TableEntry], names: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        entries: Sequence[TableEntry],
+        names: tuple[str, ...],
+        update_addresses: Mapping[int, int] | None = None,
+        *,
+        leaves_out: bool = False,
+    ) -> None:
+        """update_addresses: from where parameters and state are seen to where the core updates
+            them, if that is elsewhere.
+        leaves_out: there are parameters that the core cannot take.
+        """
+        self.leaves_out = leaves_out
         self.parameters = [entry.parameter for entry in entries]
         self._names = names
         self._states = [entry.state for entry in entries]
@@ -169,15 +181,22 @@ class ParameterTable:
             else [parameter.stride() for parameter in self.parameters]
         )
         self._first_updates = [entry for entry in entries if entry.is_first_update]
-        self.update = self._new_update(entries, bool(steps))
+        updated = self._addresses
+        if update_addresses is not None:
+            updated = array("Q", [update_addresses.get(at, 0) for at in updated])
+        # Whether all of it has an address to be updated at; if not, the table must not be run.
+        self.has_all_addresses = 0 not in updated
+        self.update = self._new_update(entries, updated, bool(steps))
 
-    def _new_update(self, entries: Sequence[TableEntry], count_steps: bool) -> ArrayUpdate:
+    def _new_update(
+        self, entries: Sequence[TableEntry], addresses: array[int], count_steps: bool
+    ) -> ArrayUpdate:
         count = len(entries)
-        parameters = self._addresses[:count]
+        parameters = addresses[:count]
         none = array("Q", bytes(8 * count))
         arrays = len(self._columns) - count_steps
-        states = self._addresses[count : count * (1 + arrays)] + none * (STATE_ARRAYS - arrays)
-        states += self._addresses[count * (1 + arrays) :] if count_steps else none
+        states = addresses[count : count * (1 + arrays)] + none * (STATE_ARRAYS - arrays)
+        states += addresses[count * (1 + arrays) :] if count_steps else none
         kinds = array("I", [entry.kind for entry in entries])
         nbytes = sum(parameter.nbytes for parameter in self.parameters)
         return ArrayUpdate(parameters, states, array("Q", self._counts), kinds, nbytes)
@@ -217,16 +236,6 @@ class ParameterTable:
                 if self._strides is None
                 else list(map(_stride_of, gradients)) == self._strides
             )
-        )
-
-    def lies_in(self, arrays: range, counters: range) -> bool:
-        """Whether all parameters and arrays of state are at these addresses, and all numbers of
-        steps at those.
-        """
-        counted = len(self._columns) > 0 and self._names[-1] == "step"
-        split = len(self._addresses) - len(self.parameters) * counted
-        return all(at in arrays for at in self._addresses[:split]) and all(
-            at in counters for at in self._addresses[split:]
         )
 
     def content(self) -> bytes:

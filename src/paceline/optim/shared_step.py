@@ -8,42 +8,65 @@ What a rank brings to `begin` says what it is about to do; ranks that are about 
 things all raise, and nothing is touched. A rank without data is not waited for: its peers know from
 the signals of the step that it has none, and it sees the result because the memory is one.
 
+To the program each rank has a replica: what it writes to its parameters stays its own until the
+next `begin`, where ranks that have written find out that all wrote the same, and publish it.
+
 Numbers of steps are the exception. Each rank counts its own while it makes its part; a rank that
 missed some steps goes on from the shared ones.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
+import math
 import mmap
 import weakref
 import zlib
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from paceline._linux import can_find_written_pages
 from paceline._malloc import return_freed_memory
+from paceline.core.communicator import Communicator
+from paceline.core.kernels import digest
 from paceline.core.meeting import Meeting, meeting_bytes
-from paceline.core.shared_memory import open_shared_memory, sums_over
+from paceline.core.shared_memory import open_with_private_view, sums_over
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.consistency import check_same_model, describe
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import models_of
-from paceline.dp.shared_parameters import aligned_bytes, view_like
 from paceline.errors import ConfigError, MismatchError
-from paceline.optim.parameter_table import ParameterTable
+from paceline.optim.replica_view import ReplicaView, can_be_moved, lay_out
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import WaitLabel
 
-__all__ = ["SharedStep", "Verdict", "find_model", "is_worth_sharing", "refuse_to_share"]
+__all__ = [
+    "SharedParameter",
+    "SharedStep",
+    "Verdict",
+    "find_model",
+    "has_all_parameters",
+    "has_averaged_all",
+    "is_worth_sharing",
+    "refuse_shared_twice",
+    "refuse_to_share",
+    "why_not_shared",
+]
 
 _State = MutableMapping[str, Any]
 _CACHE_LINE = 64
 # Fewer bytes of parameters a rank has updated by the time two ranks have met twice.
 _WORTH_SHARING_BYTES = 1024 * 1024
-_NUMBERS_PER_STEP = 64  # of meetings; two for each call of an optimizer's step between two averages
+# Of meetings: six for each call of an optimizer's step between two averages, at most.
+_NUMBERS_PER_STEP = 64
+# A program that writes its weights in so many steps in a row does so in every step.
+_MOST_DISTURBED_STEPS = 8
+_SHOWN = 3
 
 
 _live: weakref.WeakSet[SharedStep] = weakref.WeakSet()
@@ -53,7 +76,8 @@ class Verdict(enum.Enum):
     """What the ranks that have met conclude, all the same."""
 
     GO = "go"
-    SHARE_AGAIN = "share again"  # on some rank parameters or state were replaced
+    SHARE_AGAIN = "share again"  # some rank has parameters or state that there is no place for
+    SEPARATE = "separate"  # each rank goes on with parameters and state of its own
     FAILED = "failed"  # some rank has given the step up
 
 
@@ -62,6 +86,17 @@ class _Flag(enum.IntFlag):
 
     REPLACED = 1
     FAILED = 2
+    WRITTEN = 4  # by the program, in its replica
+    SEPARATE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SharedParameter:
+    """A parameter that is to be shared, and the names of its arrays of state."""
+
+    name: str
+    parameter: torch.Tensor
+    state_names: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,34 +105,31 @@ class _Slot:
 
     parameter: torch.Tensor
     state_names: tuple[str, ...]
-    view: torch.Tensor
-    state_views: tuple[torch.Tensor, ...]
+    index: int  # of the parameter's array; those of its state follow
     counter: torch.Tensor
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
 
-    def adopt_state(self, state: _State) -> None:
-        """Move the state into its place. What has no memory yet becomes zeros."""
-        for name, view in zip(self.state_names, self.state_views, strict=True):
-            value = state.get(name)
-            if value is not None and value is not view:
-                if value.is_meta:
-                    view.zero_()
-                else:
-                    view.copy_(value)
-                state[name] = view
-        self.adopt_counter(state)
+    def arrays(self, state: _State) -> list[tuple[int, str, torch.Tensor]]:
+        """The arrays of this state that there are: number, name, tensor."""
+        found = ((i, name, state.get(name)) for i, name in self._numbered_names())
+        return [(index, name, value) for index, name, value in found if value is not None]
 
-    def point_to_shared(self, state: _State) -> None:
-        """What is in the shared memory is the parameter and its state from now on."""
-        self.parameter.data = self.view
-        for name, view in zip(self.state_names, self.state_views, strict=True):
-            if state.get(name) is not None:
-                state[name] = view
-        self.adopt_counter(state)
+    def _numbered_names(self) -> list[tuple[int, str]]:
+        return list(enumerate(self.state_names, self.index + 1))
 
     def adopt_counter(self, state: _State) -> None:
         if "step" in state and state["step"] is not self.counter:
             self.counter.fill_(float(state["step"]))
             state["step"] = self.counter
+
+
+def _new_slot(shared: SharedParameter, index: int, counter: torch.Tensor) -> _Slot:
+    tensor = shared.parameter
+    return _Slot(
+        tensor, shared.state_names, index, counter, tensor.dtype, tensor.shape, tensor.stride()
+    )
 
 
 def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
@@ -106,23 +138,55 @@ def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
 
 
 def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model whose ranks can share these parameters; None if there is but one process, or ranks
-    that share no memory.
+    """The model whose ranks average the gradients of these parameters, and did so last; None if
+    there is none, or but one process.
+
+    The last one: a model that was dropped may not be gone yet, on some of the ranks.
     """
     models = [model for model in models_of(parameters) if model.process_group.size() > 1]
-    if not models:
-        return None
-    if len(models) > 1:
-        raise ConfigError(
-            f"shared=True: these parameters belong to {len(models)} models wrapped in "
-            "DistributedDataParallel, but their ranks meet in one. Make an optimizer for each model"
+    return max(models, key=lambda model: model.reducer.history.last_average, default=None)
+
+
+def has_all_parameters(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether these are all that the model averages. An optimizer of some of them may be another
+    one on each rank, as in torch's ZeroRedundancyOptimizer: then the others would not come.
+    """
+    known = set(map(id, parameters))
+    reducer = model.reducer
+    return isinstance(reducer, Reducer) and all(
+        id(entry.parameter) in known for entry in reducer.managed
+    )
+
+
+def has_averaged_all(model: DistributedDataParallel) -> bool:
+    """Whether all ranks have averaged the gradients that are there. A rank without data will not
+    come to share its parameters.
+    """
+    reducer = model.reducer
+    return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
+
+
+def why_not_shared(model: DistributedDataParallel) -> str | None:
+    """What keeps the ranks of a model from sharing its parameters, as a sentence with the cure."""
+    if not can_find_written_pages():
+        return (
+            "shared=True needs /proc/self/pagemap, to notice what the program writes to its "
+            "parameters, and this system does not offer it. Leave shared=True out"
         )
-    return models[0] if models[0].shared_memory is not None else None
+    if model.shared_memory is None:
+        return (
+            "shared=True needs a model whose gradients are averaged in shared memory, and this "
+            f"{type(model.module).__name__}'s are not (backend "
+            f"{dist.get_backend(model.process_group)!r}): all ranks on one host, backend "
+            "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
+            "mixed precision. Leave shared=True out"
+        )
+    return None
 
 
 def refuse_to_share(parameters: Sequence[torch.Tensor]) -> None:
     """Raise: these are in shared memory, and the core cannot step them now."""
-    shown = ", ".join(f"{tuple(p.shape)} {p.dtype}" for p in parameters[:3])
+    shown = ", ".join(f"{tuple(p.shape)} {p.dtype}" for p in parameters[:_SHOWN])
     raise ConfigError(
         f"{len(parameters)} parameters in shared memory ({shown}) have a gradient or state that "
         "the core cannot take: sparse, or of another type, shape or layout than the parameter. "
@@ -130,15 +194,14 @@ def refuse_to_share(parameters: Sequence[torch.Tensor]) -> None:
     )
 
 
-def _refuse_shared_twice(
-    parameters: Sequence[tuple[str, torch.Tensor, tuple[str, ...]]], replaced: SharedStep | None
-) -> None:
+def refuse_shared_twice(parameters: Sequence[torch.Tensor]) -> None:
+    """Raise if another optimizer has some of these parameters in shared memory."""
     for other in _live:
-        twice = [name for name, parameter, _ in parameters if parameter in other]
-        if twice and other is not replaced and other.is_in_use:
+        twice = sum(parameter in other for parameter in parameters)
+        if twice and other.is_in_use:
             raise ConfigError(
-                f"{twice[0]} and {len(twice) - 1} more belong to another optimizer with "
-                "shared=True already. Give each parameter to one of them, or drop the other first"
+                f"{twice} parameters belong to another optimizer that shares them already. Give "
+                "each parameter to one of them, or drop the other first"
             )
 
 
@@ -150,56 +213,104 @@ class SharedStep:
     def __init__(
         self,
         model: DistributedDataParallel,
-        parameters: Sequence[tuple[str, torch.Tensor, tuple[str, ...]]],
+        parameters: Sequence[SharedParameter],
         states: MutableMapping[torch.Tensor, _State],
         counter_dtype: torch.dtype,
         replaced: SharedStep | None = None,
     ) -> None:
-        """`parameters`: a name for messages, the parameter, the names of its arrays of state. All
-        ranks make this together; what they have becomes what the first of them has. `replaced`:
-        this optimizer's former one.
+        """All ranks make this together, and have the same in their parameters and state. Whatever
+        shared some of them before is released. `replaced`: this optimizer's former one.
         """
         comm = model.shared_memory
         assert comm is not None
         self._model = weakref.ref(model)
-        self._comm = comm
-        _refuse_shared_twice(parameters, replaced)
+        self.comm = comm
         _check_same(model, parameters, states)
-        count = len(parameters)
-        arrays = [(p, aligned_bytes(p) * (1 + len(names))) for _, p, names in parameters]
-        counters_at = -(-meeting_bytes(comm.size) // _CACHE_LINE) * _CACHE_LINE
-        arrays_at = counters_at + -(-8 * count // _CACHE_LINE) * _CACHE_LINE
-        self._memory = open_shared_memory(comm, arrays_at + sum(nbytes for _, nbytes in arrays))
-        whole = torch.frombuffer(self._memory, dtype=torch.uint8)
-        self._begin, self._end = whole.data_ptr(), whole.data_ptr() + whole.numel()
-        self._meeting = Meeting(comm, self._begin)
+        # In a row, in which programs have written to parameters or state.
+        self.disturbed_steps: int = 0 if replaced is None else replaced.disturbed_steps
+        for other in list(_live):
+            if any(shared.parameter in other for shared in parameters):
+                other.release()
+        self._make_memory(comm, parameters, counter_dtype)
+        self._meeting = Meeting(comm, self._notes.address)
         self._label = _wait_label(model)
-        self._counters = torch.zeros(count, dtype=counter_dtype)
-        self._shared_counters = torch.frombuffer(
-            self._memory, dtype=counter_dtype, count=count, offset=counters_at
-        )
-        self._slots = {
-            id(slot.parameter): slot
-            for slot in _slots(parameters, self._memory, arrays_at, self._counters)
-        }
         self._move_in(states)
-        self._first_number = model.reducer.history.steps * _NUMBERS_PER_STEP
+        self.steps_made = 0  # as far as this rank knows
+        self._state_was_read = False
+        averages = model.reducer.history.steps
+        self._averages_used = averages - 1
+        self._first_number = averages * _NUMBERS_PER_STEP
         self._number = 1
         self._open = False
+        self.is_released = False
         _live.add(self)
+        model.step_partners.add(self)
+
+    def _make_memory(
+        self,
+        comm: Communicator,
+        parameters: Sequence[SharedParameter],
+        counter_dtype: torch.dtype,
+    ) -> None:
+        arrays: list[tuple[str, int]] = []
+        indices = []
+        for shared in parameters:
+            indices.append(len(arrays))
+            arrays.append((shared.name, shared.parameter.nbytes))
+            arrays += [
+                (f"{name} of {shared.name}", shared.parameter.nbytes) for name in shared.state_names
+            ]
+        layout = lay_out(arrays, _Notes.nbytes(comm.size, len(arrays), len(parameters)))
+        memory, private = open_with_private_view(
+            comm, layout.nbytes, layout.mapped_begin, layout.mapped_end
+        )
+        self._names = [name for name, _ in arrays]
+        self._notes = _Notes(memory, comm.size, len(arrays), len(parameters), counter_dtype)
+        self._view = ReplicaView(layout, memory, private)
+        self._counters = torch.zeros(len(parameters), dtype=counter_dtype)
+        self._slots = {
+            id(shared.parameter): _new_slot(shared, index, counter)
+            for shared, index, counter in zip(parameters, indices, self._counters, strict=True)
+        }
 
     def _move_in(self, states: MutableMapping[torch.Tensor, _State]) -> None:
+        contents = [
+            (index, tensor)
+            for slot in self._slots.values()
+            for index, tensor in (
+                (slot.index, slot.parameter),
+                *((i, value) for i, _, value in slot.arrays(states.get(slot.parameter, {}))),
+            )
+        ]
         with torch.no_grad():
-            if self._comm.rank == 0:
-                for slot in self._slots.values():
-                    slot.view.copy_(slot.parameter)
-                    slot.adopt_state(states.get(slot.parameter, {}))
-                self._shared_counters.copy_(self._counters)
-            sums_over(self._comm)([0])  # the first rank's numbers are there
+            if self.comm.rank == 0:
+                for index, tensor in contents:
+                    self._view.shared_tensor(index, tensor).copy_(tensor)
+            sums_over(self.comm)([0])  # the first rank's numbers are there
             for slot in self._slots.values():
-                slot.point_to_shared(states.get(slot.parameter, {}))
-            self._counters.copy_(self._shared_counters)
+                self._place_parameter(slot)
+                if slot.parameter in states:
+                    self._place_state(slot, states[slot.parameter])
+            self._notes.counters.copy_(self._counters)
         return_freed_memory()  # of the parameters' former places
+
+    def _place_parameter(self, slot: _Slot) -> None:
+        parameter = slot.parameter
+        pages = self._view.map(slot.index, parameter) if can_be_moved(parameter) else None
+        if pages is None:
+            self._view.copy(slot.index, parameter)
+        else:
+            parameter.data = pages
+
+    def _place_state(self, slot: _Slot, state: _State) -> None:
+        """See to it that arrays of state are those of the view. Their content is there."""
+        for index, name, value in slot.arrays(state):
+            pages = self._view.map(index, slot.parameter)
+            if pages is None:
+                self._view.copy(index, value)
+            else:
+                state[name] = pages
+        slot.adopt_counter(state)
 
     # ----------------------------------------------------------------------------- what is where
 
@@ -215,30 +326,99 @@ class SharedStep:
         """A parameter's new state, made by all ranks before the same meeting, moves in. What it has
         on the meta device is made here.
         """
+        slot = self._slots[id(parameter)]
         with torch.no_grad():
-            self._slots[id(parameter)].adopt_state(state)
+            for index, name, value in slot.arrays(state):
+                # New memory is zeros; what is made a second time is written as a program writes.
+                is_new = not self._view.address(index)
+                pages = self._view.map(index, parameter)
+                if pages is None:
+                    own = torch.zeros_like(parameter) if value.is_meta else value
+                    self._view.copy(index, own)
+                    state[name] = own
+                    continue
+                target = self._view.shared_tensor(index, parameter) if is_new else pages
+                if not value.is_meta:
+                    target.copy_(value)
+                elif not is_new:
+                    target.zero_()
+                state[name] = pages
+            slot.adopt_counter(state)
 
-    def holds(self, table: ParameterTable) -> bool:
-        """Whether everything the table names is still where this object has put it."""
-        counters = self._counters
-        at = counters.data_ptr()
-        return table.lies_in(range(self._begin, self._end), range(at, at + counters.nbytes))
+    def take_back(self, states: Mapping[torch.Tensor, _State]) -> None:
+        """Parameters and state that the program has replaced go back to their places, as if it had
+        written there. What has another type or size by now is left alone.
+        """
+        with torch.no_grad():
+            for slot in self._slots.values():
+                self._take_back_parameter(slot)
+                state = states.get(slot.parameter, {})
+                for index, name, value in slot.arrays(state):
+                    if value.data_ptr() != self._view.address(index) and _fits(value, slot):
+                        state[name] = self._taken_back(index, value)
+                slot.adopt_counter(state)
+
+    def _take_back_parameter(self, slot: _Slot) -> None:
+        parameter = slot.parameter
+        if parameter.data_ptr() == self._view.address(slot.index):
+            return
+        if not _fits(parameter, slot):
+            return
+        if can_be_moved(parameter):
+            parameter.data = self._taken_back(slot.index, parameter.data)
+        else:
+            self._view.copy(slot.index, parameter)
+
+    def _taken_back(self, index: int, value: torch.Tensor) -> torch.Tensor:
+        pages = self._view.map(index, value)
+        if pages is None:
+            self._view.copy(index, value)
+            return value
+        return pages.copy_(value)
+
+    def shared_addresses(self) -> dict[int, int]:
+        """From where this rank sees arrays and numbers of steps to where a step changes them."""
+        counters = (counter.data_ptr() for counter in self._counters)
+        return {**self._view.shared_addresses(), **{at: at for at in counters}}
+
+    def is_in_place(self, parameter: torch.Tensor) -> bool:
+        """Whether a parameter is still where this object has put it."""
+        return parameter.data_ptr() == self._view.address(self._slots[id(parameter)].index)
+
+    @contextlib.contextmanager
+    def writing(self, parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Let these parameters be those in the shared memory, so that what is written to them is
+        seen by all: between `begin` and `end`, by one rank each.
+        """
+        kept = [parameter.data for parameter in parameters]
+        try:
+            for parameter in parameters:
+                parameter.data = self.shared_tensor(parameter)
+            yield
+        finally:
+            for parameter, data in zip(parameters, kept, strict=True):
+                parameter.data = data
+
+    def shared_tensor(self, parameter: torch.Tensor) -> torch.Tensor:
+        """A parameter as all ranks see it: what is written there is a step."""
+        return self._view.shared_tensor(self._slots[id(parameter)].index, parameter)
 
     @property
     def is_in_use(self) -> bool:
         """Whether some parameter is still where this object has put it."""
-        return any(
-            slot.parameter.data_ptr() == slot.view.data_ptr() for slot in self._slots.values()
-        )
+        return any(self.is_in_place(slot.parameter) for slot in self._slots.values())
 
     def release(self) -> None:
-        """Give every parameter memory of its own again: the optimizer is gone, and whoever changes
-        the parameters next does it on every rank.
-        """
-        with torch.no_grad():
-            for slot in self._slots.values():
-                if slot.parameter.data_ptr() == slot.view.data_ptr():
-                    slot.parameter.data = slot.view.clone(memory_format=torch.preserve_format)
+        """Each rank has its parameters and state to itself from now on, where they are."""
+        if self.is_released:
+            return
+        self.catch_up()
+        self.is_released = True
+        self._view.keep()
+        self._notes.released[self.comm.rank] = 1
+        if bool(self._notes.released.all()):
+            self._view.drop_shared()
+        _live.discard(self)
 
     # ----------------------------------------------------------------------------- meetings
 
@@ -253,29 +433,75 @@ class SharedStep:
         return model
 
     @property
+    def is_cut_off(self) -> bool:
+        """Whether the model averages its gradients elsewhere by now: a hook, another group."""
+        return self.model.shared_memory is not self.comm
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether the program writes its weights again and again, so that sharing costs more than
+        it saves.
+        """
+        return self.disturbed_steps >= _MOST_DISTURBED_STEPS
+
+    @property
+    def has_local_gradients(self) -> bool:
+        """Whether gradients may differ between ranks: nothing was averaged since the last step, or
+        a backward inside `no_sync()` came after it.
+        """
+        reducer = self.model.reducer
+        return reducer.window.open or reducer.history.steps == self._averages_used
+
+    def refuse_local_gradients(self) -> None:
+        """Raise if a backward inside `no_sync()` was the last."""
+        if self.model.reducer.window.open:
+            raise ConfigError(
+                f"shared=True: the last backward on rank {self.comm.rank} was inside no_sync(), "
+                "so gradients differ between ranks, but a step in shared memory is one for all. "
+                "Run the last backward before a step outside of no_sync(), or leave shared=True out"
+            )
+
+    @property
     def present(self) -> list[int]:
         """The ranks that had data in the last step, and make the update."""
         absent = self.model.reducer.history.absent
-        return [rank for rank in range(self._comm.size) if rank not in absent]
+        return [rank for rank in range(self.comm.size) if rank not in absent]
 
     @property
     def is_absent(self) -> bool:
         """Whether this rank had no data in the last step, so that the others make the update."""
-        return self._comm.rank in self.model.reducer.history.absent
+        return self.comm.rank in self.model.reducer.history.absent
 
     def part(self, present: Sequence[int]) -> tuple[int, int]:
         """Which part of an update is this rank's, and how many there are."""
-        return present.index(self._comm.rank), len(present)
+        return present.index(self.comm.rank), len(present)
 
-    def begin(self, present: Sequence[int], content: bytes, *, intact: bool) -> Verdict:
-        """Wait for the ranks that make the update; `content` is what this one will do."""
+    def begin(
+        self, present: Sequence[int], content: bytes, *, intact: bool, separate: bool = False
+    ) -> Verdict:
+        """Wait for the ranks that make the update; `content` is what this one will do.
+
+        separate: this rank cannot share any longer.
+        """
         self._open = True
-        flags = _Flag(0) if intact else _Flag.REPLACED
+        self.catch_up()
+        intact = intact and not self._view.is_moved()
+        written = self._written() if intact else []
+        flags = _Flag.WRITTEN if written else _Flag(0)
+        flags |= _Flag(0) if intact else _Flag.REPLACED
+        flags |= _Flag.SEPARATE if separate else _Flag(0)
         answers = self._meet(self._next_begin(), present, zlib.crc32(content), flags)
         if any(flag & _Flag.FAILED for _, flag in answers):
             self._open = False
             return Verdict.FAILED
+        if any(flag & _Flag.SEPARATE for _, flag in answers):
+            self._open = False
+            self._refuse_to_separate_without(present)
+            return Verdict.SEPARATE
+        is_disturbed = any(flag & (_Flag.WRITTEN | _Flag.REPLACED) for _, flag in answers)
+        self.disturbed_steps = self.disturbed_steps + 1 if is_disturbed else 0
         if any(flag & _Flag.REPLACED for _, flag in answers):
+            self._open = False
             return Verdict.SHARE_AGAIN
         if len({digest for digest, _ in answers}) > 1:
             self.end(present)
@@ -284,24 +510,31 @@ class SharedStep:
             }
             raise MismatchError(
                 f"the ranks are about to make different optimizer steps (this is rank "
-                f"{self._comm.rank}; digests {values}): parameters that have a gradient, and the "
+                f"{self.comm.rank}; digests {values}): parameters that have a gradient, and the "
                 "settings of parameter groups, must be the same on every rank. Nothing was changed",
                 values,
             )
-        self._counters.copy_(self._shared_counters)
+        if is_disturbed:
+            self._publish(present, written)
+        self._counters.copy_(self._notes.counters)
+        self._averages_used = self.model.reducer.history.steps
         return Verdict.GO
 
-    def end(self, present: Sequence[int]) -> None:
-        """Wait until all parts are made."""
-        self._meet(self._number + 1, present, 0, _Flag(0))
+    def end(self, present: Sequence[int], note: int = 0) -> list[int]:
+        """Wait until all parts are made; returns every rank's note."""
+        answers = self._meet(self._number + 1, present, note, _Flag(0))
         self._open = False
-        if present[0] == self._comm.rank:
-            self._shared_counters.copy_(self._counters)
+        self.steps_made += 1
+        if present[0] == self.comm.rank:
+            self._notes.counters.copy_(self._counters)
+            self._notes.steps_made.fill_(self.steps_made)
+        self._view.refresh()
+        return [note for note, _ in answers]
 
     def step_failed(self) -> None:
         """This rank gives the step up: whoever waits for it in `begin` hears of it."""
-        if not self._open and not self.is_absent:
-            self._meet(self._next_begin(), [self._comm.rank], 0, _Flag.FAILED)
+        if not (self._open or self.is_released or self.is_absent):
+            self._meet(self._next_begin(), [self.comm.rank], 0, _Flag.FAILED)
 
     def raise_failure(self) -> None:
         """Take part in what the rank that failed does, and raise what it says."""
@@ -310,9 +543,90 @@ class SharedStep:
         reducer.participate_without_data(lambda _signals: None)
 
     def catch_up(self) -> None:
-        """A rank that missed steps learns how many were made."""
-        if self.is_absent:
-            self._counters.copy_(self._shared_counters)
+        """A rank that missed steps sees what the others have made. To be called when they are not
+        in a step; what this rank wrote before is of steps ago.
+        """
+        made = 0 if self.is_released else int(self._notes.steps_made)
+        if made > self.steps_made:
+            self._view.discard_all()
+            self._counters.copy_(self._notes.counters)
+            self.steps_made = made
+
+    def prepare_reading(self) -> None:
+        """The program is about to read the state."""
+        self.catch_up()
+        self._state_was_read = True
+
+    def _refuse_to_separate_without(self, present: Sequence[int]) -> None:
+        if len(present) < self.comm.size:
+            raise ConfigError(
+                f"rank {self.comm.rank} and others step with gradients that were not averaged, or "
+                "that the core cannot take, while ranks without data share their parameters. Make "
+                "the optimizer with shared=False"
+            )
+
+    # ----------------------------------------------------------------------------- own writes
+
+    def _written(self) -> list[int]:
+        """Arrays that this rank's program has written to; one more than there are: the numbers of
+        steps.
+        """
+        written = self._view.written()
+        if self._state_was_read:
+            # Pages that nobody looks at cost nothing the next time.
+            parameters = {slot.index for slot in self._slots.values()}
+            self._view.discard(set(range(len(self._names))) - parameters - set(written))
+            self._state_was_read = False
+        if not torch.equal(self._counters, self._notes.counters):
+            written.append(len(self._names))
+        return written
+
+    def _publish(self, present: Sequence[int], written: list[int]) -> None:
+        """What programs have written to their replicas becomes what is shared, if all ranks have
+        the same.
+        """
+        rank, notes, number = self.comm.rank, self._notes, self._number
+        notes.marks[rank].zero_()
+        notes.marks[rank, written] = 1
+        self._meet(number + 1, present, 0, _Flag(0))
+        concerned = notes.marks[present].any(0).nonzero().flatten().tolist()
+        for index in concerned:
+            notes.digests[rank, index] = _signed(self._digest(index))
+        self._meet(number + 2, present, 0, _Flag(0))
+        differing = [i for i in concerned if len(set(notes.digests[present, i].tolist())) > 1]
+        self._meet(number + 3, present, 0, _Flag(0))
+        if differing:
+            self._open = False
+            self._raise_drift(present, differing)
+        arrays = [index for index in concerned if index < len(self._names)]
+        if rank == present[0]:
+            self._view.publish(arrays)
+            notes.counters.copy_(self._counters)
+        self._meet(number + 4, present, 0, _Flag(0))
+        self._view.discard(arrays)
+
+    def _digest(self, index: int) -> int:
+        if index == len(self._names):
+            return digest(self._counters.data_ptr(), self._counters.nbytes)
+        return self._view.digest(index)
+
+    def _raise_drift(self, present: Sequence[int], differing: Sequence[int]) -> None:
+        names = [*self._names, "the number of steps made"]
+        shown = ", ".join(names[index] for index in differing[:_SHOWN])
+        more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+        values = {
+            rank: f"{int(self._notes.digests[rank, differing[0]]) & (2**64 - 1):016x}"
+            for rank in present
+        }
+        raise MismatchError(
+            f"the program has changed {shown}{more} to other values on some ranks than on others "
+            f"(this is rank {self.comm.rank}; digests of the first: {values}), so that the "
+            "replicas would drift apart. Make the same change on every rank, or make the optimizer "
+            "with shared=False. Nothing was changed by this step",
+            values,
+        )
+
+    # ----------------------------------------------------------------------------- numbers
 
     def _next_begin(self) -> int:
         """The number of the next meeting that begins a step: even. All who come know how many steps
@@ -332,6 +646,66 @@ class SharedStep:
             recorder.leave()
 
 
+def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
+    """Whether a tensor that stands for one of a slot's arrays has their type and layout."""
+    return (
+        tensor.device.type == "cpu"
+        and tensor.layout is torch.strided
+        and tensor.dtype == slot.dtype
+        and tensor.shape == slot.shape
+        and tensor.stride() == slot.stride
+    )
+
+
+class _Notes:
+    """What ranks write down for each other before the arrays: beside the meetings, how many steps
+    were made and how often each parameter was stepped, who has released the memory, and, when
+    programs have written to their replicas, by rank which arrays and digests of them.
+    """
+
+    def __init__(
+        self, memory: mmap.mmap, ranks: int, arrays: int, parameters: int, counters: torch.dtype
+    ) -> None:
+        offsets = self._offsets(ranks, arrays, parameters)
+
+        def numbers(part: str, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            flat = torch.frombuffer(
+                memory, dtype=dtype, count=math.prod(shape), offset=offsets[part]
+            )
+            return flat.view(shape)
+
+        self.address = numbers("meeting", torch.uint8, 1).data_ptr()
+        self.steps_made = numbers("steps made", torch.int64, 1)
+        self.released = numbers("released", torch.uint8, ranks)
+        self.counters = numbers("counters", counters, parameters)
+        # One column more than there are arrays, for the numbers of steps.
+        self.marks = numbers("marks", torch.uint8, ranks, arrays + 1)
+        self.digests = numbers("digests", torch.int64, ranks, arrays + 1)
+
+    @classmethod
+    def nbytes(cls, ranks: int, arrays: int, parameters: int) -> int:
+        return cls._offsets(ranks, arrays, parameters)["end"]
+
+    @staticmethod
+    def _offsets(ranks: int, arrays: int, parameters: int) -> dict[str, int]:
+        sizes = {
+            "meeting": meeting_bytes(ranks),
+            "steps made": 8,
+            "released": ranks,
+            "counters": 8 * parameters,
+            "marks": ranks * (arrays + 1),
+            "digests": 8 * ranks * (arrays + 1),
+        }
+        offsets, at = {}, 0
+        for part, nbytes in sizes.items():
+            offsets[part], at = at, at + -(-nbytes // _CACHE_LINE) * _CACHE_LINE
+        return {**offsets, "end": at}
+
+
+def _signed(number: int) -> int:
+    return number - 2**64 if number >= 2**63 else number
+
+
 def _wait_label(model: DistributedDataParallel) -> WaitLabel:
     kind = f"the optimizer step of {type(model.module).__name__}"
     reducer = model.reducer
@@ -339,29 +713,25 @@ def _wait_label(model: DistributedDataParallel) -> WaitLabel:
     return WaitLabel(kind, "", group_number(kind), reducer.transport.members).packed()
 
 
-def _slots(
-    parameters: Sequence[tuple[str, torch.Tensor, tuple[str, ...]]],
-    memory: mmap.mmap,
-    offset: int,
-    counters: torch.Tensor,
-) -> Iterator[_Slot]:
-    for index, (_, parameter, names) in enumerate(parameters):
-        nbytes = aligned_bytes(parameter)
-        views = [view_like(parameter, memory, offset + i * nbytes) for i in range(1 + len(names))]
-        offset += (1 + len(names)) * nbytes
-        yield _Slot(parameter, names, views[0], tuple(views[1:]), counters[index])
-
-
 def _check_same(
     model: DistributedDataParallel,
-    parameters: Sequence[tuple[str, torch.Tensor, tuple[str, ...]]],
+    parameters: Sequence[SharedParameter],
     states: MutableMapping[torch.Tensor, _State],
 ) -> None:
-    """All ranks share the same parameters, with the same state."""
-    description = describe([(name, parameter) for name, parameter, _ in parameters], ())
-    for name, parameter, names in parameters:
-        present = [key for key in names if states.get(parameter, {}).get(key) is not None]
-        description[name] += f", state {', '.join(present) or 'none'}"
+    """All ranks share the same parameters, with the same state and the same numbers in them."""
+    description = describe([(shared.name, shared.parameter) for shared in parameters], ())
+    for shared in parameters:
+        state = states.get(shared.parameter, {})
+        for name in shared.state_names:
+            value = state.get(name)
+            description[f"{name} of {shared.name}"] = (
+                "none" if value is None else _digest_text(value)
+            )
+        description[shared.name] += f", content {_digest_text(shared.parameter)}"
     reducer = model.reducer
     assert isinstance(reducer, Reducer)
     check_same_model(reducer.transport, description)
+
+
+def _digest_text(tensor: torch.Tensor) -> str:
+    return f"{digest(tensor.data_ptr(), tensor.nbytes):016x}"
