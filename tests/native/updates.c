@@ -52,7 +52,7 @@ static void free_arrays(arrays *a) {
 static plc_update update_of(const arrays *a, uint32_t rule, uint32_t options) {
     return (plc_update){.rule = rule, .options = options, .lr = 0.1, .weight_decay = 0.01,
                         .eps = 1e-8, .momentum = 0.9, .beta1 = 0.9, .beta2 = 0.99,
-                        .grad_scale = options & PLC_MAXIMIZE ? 4 : 1, .parts = 1, .threads = 1,
+                        .grad_scale = options & PLC_MAXIMIZE ? 4 : 1, .clip = 1, .parts = 1, .threads = 1,
                         .arrays = ARRAYS, .addresses = a->addresses, .counts = a->counts,
                         .kinds = a->kinds};
 }
@@ -125,7 +125,7 @@ static void meet_and_update(rank_thread *self) {
                                       found, -1));
         for (uint32_t r = 0; r < self->ranks; r++)
             CHECK(!present[r] || (found[2 * r] == m && found[2 * r + 1] == r), "rank %u", r);
-        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .part = part, .parts = ranks,
+        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .clip = 1, .part = part, .parts = ranks,
                         .threads = 1, .arrays = 1, .addresses = addresses, .counts = &count,
                         .kinds = &kind};
         CHECK_STATUS(PLC_OK, plc_update_arrays(&u));

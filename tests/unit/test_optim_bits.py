@@ -65,7 +65,7 @@ class Case:
         update = abi.Update(
             rule=rule,
             options=flags,
-            **{"lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
+            **{"lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0, "clip": 1.0}
             | numbers
             | changes,
             parts=parts,
@@ -132,6 +132,7 @@ def test_parts_begin_at_lines_of_an_array(dtype):
         rule=Rule.SGD,
         lr=1.0,
         grad_scale=1.0,
+        clip=1.0,
         parts=3,
         threads=1,
         arrays=3,
@@ -167,6 +168,7 @@ def test_the_first_momentum_is_the_gradient_whatever_was_there():
         momentum=0.9,
         dampening=0.5,
         grad_scale=1.0,
+        clip=1.0,
         parts=1,
         arrays=1,
         addresses=C.addressof(addresses),

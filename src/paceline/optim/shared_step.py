@@ -106,23 +106,27 @@ def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
     return sum(parameter.nbytes for parameter in parameters) >= _WORTH_SHARING_BYTES
 
 
-def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model whose ranks can share these parameters; None if there is but one process."""
+def find_model(
+    parameters: Sequence[torch.Tensor], asked_for: str
+) -> DistributedDataParallel | None:
+    """The model whose ranks can share these parameters; None if there is but one process.
+    `asked_for`: the argument that asks for it, for messages.
+    """
     models = [model for model in models_of(parameters) if model.process_group.size() > 1]
     if not models:
         return None
     if len(models) > 1:
         raise ConfigError(
-            f"shared=True: these parameters belong to {len(models)} models wrapped in "
+            f"{asked_for}: these parameters belong to {len(models)} models wrapped in "
             "DistributedDataParallel, but their ranks meet in one. Make an optimizer for each model"
         )
     if models[0].shared_memory is None:
         raise ConfigError(
-            "shared=True needs a model whose gradients are averaged in shared memory, and this "
+            f"{asked_for} needs a model whose gradients are averaged in shared memory, and this "
             f"{type(models[0].module).__name__}'s are not (backend "
             f"{dist.get_backend(models[0].process_group)!r}): all ranks on one host, backend "
             "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
-            "mixed precision. Leave shared=True out"
+            f"mixed precision. Leave {asked_for} out"
         )
     return models[0]
 
@@ -264,6 +268,11 @@ class SharedStep:
         """The ranks that had data in the last step, and make the update."""
         absent = self.model.reducer.history.absent
         return [rank for rank in range(self._comm.size) if rank not in absent]
+
+    @property
+    def number(self) -> int:
+        """That of the last meeting, the same on all who came."""
+        return self._number
 
     @property
     def is_absent(self) -> bool:
