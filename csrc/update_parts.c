@@ -1,8 +1,9 @@
 /* Parts of a pass over the arrays of an update: one of this process, divided among its threads; and
  * the sums over ranks that a pass begins with where backward has left them to it.
  *
- * A sum has the bits of a bucket's (buckets.c): where all ranks weigh the same each number is scaled
- * and added, rounded once at the end; otherwise what each rank brings is scaled and rounded first.
+ * A sum has the bits of a bucket's (buckets.c): where all ranks weigh the same, each number is
+ * scaled and added, and the sum is rounded; otherwise what each rank brings is scaled and rounded
+ * before it is added.
  *
  * Threads live for one call: a step of an optimizer is long where they pay, nothing has to be kept
  * between calls, and a fork finds nothing of them.

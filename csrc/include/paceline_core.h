@@ -289,10 +289,10 @@ typedef struct {
 PLC_API int plc_update_arrays(const plc_update *update);
 /* The same with the instructions of one set by name, to compare them. */
 PLC_API int plc_update_with(const char *instruction_set, const plc_update *update);
-/* For the norm of all gradients: a sum of squares for each block of PLC_NORM_BLOCK_BYTES, each array
- * beginning a new one, in order. plc_square_sums writes those of one part of the update; a block is
- * summed in one order wherever parts begin, so a norm made of all of them in order has the same bits
- * at any number of parts. `grad_scale` and `clip` are not applied. */
+/* For the norm of all gradients: a sum of squares for each block of PLC_NORM_BLOCK_BYTES, each
+ * array beginning a new one, in order. plc_square_sums writes those of one part of the update. A
+ * block is summed in one order wherever parts begin, so a norm made of all of them in order has the
+ * same bits at any number of parts. `grad_scale` and `clip` are not applied. */
 #define PLC_NORM_BLOCK_BYTES 16384u
 PLC_API uint64_t plc_norm_blocks(const plc_update *update);
 PLC_API int plc_square_sums(const plc_update *update, double *sums);

@@ -41,6 +41,7 @@ _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "paceline + torch fused": ("paceline", "torch", {"fused": True}),
     "paceline.optim": ("paceline", "paceline", {}),
     "paceline.optim, shared": ("paceline", "paceline", {"shared": True}),
+    "paceline.optim, one pass": ("paceline", "paceline", {"one_pass": True}),
 }
 _MEMORY_MODEL = "mlp-17m"
 
@@ -78,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_OURS = ("paceline.optim", "paceline.optim, shared")
+_OURS = ("paceline.optim", "paceline.optim, shared", "paceline.optim, one pass")
 
 
 # --- on every rank ---------------------------------------------------------------------------
