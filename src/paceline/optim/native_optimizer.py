@@ -437,15 +437,15 @@ class NativeOptimizer(torch.optim.Optimizer):
         """Once all ranks share, backward leaves sums to the step; likewise when others are shared
         than before.
         """
-        model = shared.model
-        parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
-        if self._one_pass is not None and all(p in self._one_pass for p in parameters):
+        if self._one_pass is not None and self._one_pass.goes_with is shared:
             return
+        model = shared.model
         # All ranks have to be here, and backward must be over.
         if model.reducer.history.absent or model.reducer.in_backward:
             return
-        name = type(self).__name__
-        self._one_pass = OnePass(model, DeferredSum(parameters, self), self._one_pass, name)
+        parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
+        deferred = DeferredSum(parameters, self)
+        self._one_pass = OnePass(shared, deferred, self._one_pass, type(self).__name__)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -21,6 +21,7 @@ from paceline.ddp.deferred_sum import DeferredSum
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
 from paceline.optim.parameter_table import GradientArrays, ParameterTable
+from paceline.optim.shared_step import SharedStep
 
 __all__ = ["OnePass"]
 
@@ -32,15 +33,17 @@ class OnePass:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        shared: SharedStep,
         deferred: DeferredSum,
         replaced: OnePass | None,
         name: str,
     ) -> None:
-        """Made by all ranks together, after a step of the model. `replaced`: this optimizer's
-        former one.
+        """Made by all ranks together, after a step of the model. `shared` has the parameters,
+        `replaced` is this optimizer's former one.
         """
+        self.goes_with = shared
         self._deferred = deferred
+        model = shared.model
         model.defer_sums(deferred, None if replaced is None else replaced._deferred)
         if replaced is None and model.process_group.rank() == 0:
             _logger.info(
