@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -39,8 +39,6 @@ from torch._C._distributed_c10d import (
     Work,
 )
 from torch._C._distributed_c10d import Backend as _Backend
-
-from paceline._interpreter import find_caller
 
 __all__ = [
     "AllgatherOptions",
@@ -474,15 +472,15 @@ def hidden_worker_info() -> Iterator[None]:
 # ------------------------------------------------------------------- optimizers
 
 
-def tell_scaler_of_inf(optimizer: torch.optim.Optimizer) -> bool:
+def tell_scaler_of_inf(optimizer: torch.optim.Optimizer, frame: FrameType | None) -> bool:
     """Let the GradScaler that is making this optimizer's step believe that it has found a gradient
-    that is not finite: another rank has. False: no such scaler is found.
+    that is not finite: another rank has. False: no such scaler is found. `frame`: that of the
+    step, which the scaler is among the callers of.
 
     torch/amp/grad_scaler.py: `update()` reads what `step()` has kept by optimizer; a scaler has no
     public way to be told, and gives itself only to optimizers that ask in a deprecated way.
     Missing: the answer is False, and the caller says that scales will differ.
     """
-    frame = find_caller("step")
     while frame is not None:
         scaler = frame.f_locals.get("self")
         if isinstance(scaler, torch.amp.GradScaler):

@@ -23,6 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.autograd.graph import increment_version
 
+from paceline._interpreter import find_caller
 from paceline._torch_internals import tell_scaler_of_inf
 from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
@@ -403,7 +404,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         assert self._exchange is not None
         where = self._exchange.is_true_anywhere(has_inf, shared.present, shared.number)
-        if where and not has_inf and not tell_scaler_of_inf(self):
+        if where and not has_inf and not tell_scaler_of_inf(self, find_caller("step")):
             _logger.warning(
                 "%s: gradients of rank %s are not finite, so no rank makes this step, but the "
                 "GradScaler of this rank could not be told. Scales will differ from now on.",
