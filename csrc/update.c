@@ -4,22 +4,16 @@
  * each array beginning a new one; a part of an update, and a thread's part of that, is a range of
  * lines. An element's result depends on nothing but its own numbers, and no multiply-add is fused
  * (see the build flags), so neither the cut nor the instruction set shows in the bits.
- *
- * Threads live for one call: a step of an optimizer is long where they pay, nothing has to be kept
- * between calls, and a fork finds nothing of them.
  */
-#include <math.h>
-#include <signal.h>
+#include "update.h" /* first: it asks for the GNU declarations */
 
-#include "internal.h"
+#include <math.h>
+
 #include "numbers.h"
 
 #define LINE_BYTES 64
 /* Elements updated before the next ones are unscaled: what is written twice stays in cache. */
 #define UNSCALED_AT_ONCE 4096
-#define MAX_THREADS 256u
-
-enum { PARAMETER, GRADIENT, STATE, STEP = STATE + 3, ADDRESSES };
 
 /* What a kernel computes with; each array has its own, because its step has. */
 typedef struct {
@@ -70,14 +64,6 @@ static double power(double base, double exponent) {
     return result;
 }
 
-static void *address(const plc_update *u, uint32_t row, uint32_t array) {
-    return (void *)(uintptr_t)u->addresses[(uint64_t)row * u->arrays + array];
-}
-
-static uint32_t dtype_of(const plc_update *u, uint32_t array) {
-    return u->kinds[array] & PLC_DTYPE_MASK;
-}
-
 /* The number of the step that is being made; the first is 1. */
 static double step_of(const plc_update *u, uint32_t array) {
     const void *at = address(u, STEP, array);
@@ -96,7 +82,7 @@ static numbers numbers_for(const plc_update *u, double step, bool first) {
     const bool decoupled = u->options & PLC_DECOUPLED_DECAY;
     numbers k = {.rule = u->rule, .amsgrad = u->options & PLC_AMSGRAD,
                  .nesterov = u->options & PLC_NESTEROV, .first = first,
-                 .sign = u->options & PLC_MAXIMIZE ? -1 : 1,
+                 .sign = u->options & PLC_MAXIMIZE ? -u->clip : u->clip,
                  .decay = decoupled ? 0 : u->weight_decay,
                  .keep = decoupled ? 1 - u->lr * u->weight_decay : 1,
                  .minus_lr = -u->lr, .eps = u->eps, .grad_scale = u->grad_scale};
@@ -115,100 +101,75 @@ static numbers numbers_for(const plc_update *u, double step, bool first) {
     return k;
 }
 
-typedef struct {
-    const plc_update *update;
-    const update_kernel *table;
-    uint64_t first, end; /* lines */
-    pthread_t thread;
-} range;
+/* How many elements are updated at once: all, unless their gradients pass through the cache. */
+static uint64_t at_once(const plc_update *u, uint64_t element_bytes, uint64_t count) {
+    if (u->ranks > 0) return BLOCK_BYTES / element_bytes;
+    return u->grad_scale == 1 ? count : UNSCALED_AT_ONCE;
+}
 
 /* Elements from..to of one array. */
-static void update_elements(const range *r, uint32_t array, const numbers *k, uint64_t from,
-                            uint64_t to) {
-    const plc_update *u = r->update;
+static void update_elements(const update_part *part, uint32_t array, const numbers *k,
+                            uint64_t from, uint64_t to) {
+    const plc_update *u = part->update;
+    const update_kernel *kernels = part->kernels;
     const uint32_t dtype = dtype_of(u, array);
-    const uint64_t bytes = plc_element_bytes(dtype);
-    const uint64_t at_once = k->grad_scale == 1 ? to - from : UNSCALED_AT_ONCE;
+    const uint64_t bytes = plc_element_bytes(dtype), most = at_once(u, bytes, to - from);
     void *base[STEP], *at[STEP];
     for (uint32_t row = 0; row < STEP; row++) base[row] = address(u, row, array);
-    for (uint64_t i = from; i < to; i += at_once) {
+    for (uint64_t i = from; i < to; i += most) {
+        uint64_t count = MIN(most, to - i);
         for (uint32_t row = 0; row < STEP; row++)
             at[row] = base[row] == NULL ? NULL : (char *)base[row] + i * bytes;
-        r->table[dtype](k, at, MIN(at_once, to - i));
+        at[GRADIENT] = (void *)summed_gradients(part, at[GRADIENT], dtype, count);
+        kernels[dtype](k, at, count);
     }
 }
 
 static uint64_t lines_of(const plc_update *u, uint32_t array) {
-    uint64_t bytes = u->counts[array] * plc_element_bytes(dtype_of(u, array));
-    return (bytes + LINE_BYTES - 1) / LINE_BYTES;
+    return (bytes_of(u, array) + LINE_BYTES - 1) / LINE_BYTES;
 }
 
-static void update_range(const range *r) {
-    const plc_update *u = r->update;
+static void update_lines(const update_part *part) {
+    const plc_update *u = part->update;
     numbers k = {0};
     double step = -1; /* that `k` is for; most arrays have made as many steps */
     bool first = false;
     uint64_t begins = 0;
-    for (uint32_t i = 0; i < u->arrays && begins < r->end; i++) {
+    for (uint32_t i = 0; i < u->arrays && begins < part->end; i++) {
         uint64_t lines = lines_of(u, i), ends = begins + lines;
-        if (ends > r->first && lines > 0) {
+        if (ends > part->first && lines > 0) {
             uint64_t per_line = LINE_BYTES / plc_element_bytes(dtype_of(u, i));
-            uint64_t from = (MAX(begins, r->first) - begins) * per_line;
-            uint64_t to = MIN((MIN(ends, r->end) - begins) * per_line, u->counts[i]);
+            uint64_t from = (MAX(begins, part->first) - begins) * per_line;
+            uint64_t to = MIN((MIN(ends, part->end) - begins) * per_line, u->counts[i]);
             bool is_first = u->kinds[i] & PLC_FIRST_UPDATE;
             if (step != step_of(u, i) || first != is_first) {
                 step = step_of(u, i);
                 first = is_first;
                 k = numbers_for(u, step, first);
             }
-            update_elements(r, i, &k, from, to);
+            update_elements(part, i, &k, from, to);
         }
         begins = ends;
     }
 }
 
-static void *update_thread(void *argument) {
-    update_range(argument);
-    return NULL;
-}
-
-static void update_in_threads(const plc_update *u, const update_kernel *table, uint64_t first,
-                              uint64_t end, uint32_t threads) {
-    range ranges[MAX_THREADS];
-    bool started[MAX_THREADS] = {false};
-    sigset_t all, before;
-    sigfillset(&all); /* signals are for the caller's own threads */
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    for (uint32_t t = threads; t-- > 0;) {
-        ranges[t] = (range){.update = u, .table = table,
-                            .first = first + (end - first) * t / threads,
-                            .end = first + (end - first) * (t + 1) / threads};
-        if (t > 0)
-            started[t] = pthread_create(&ranges[t].thread, NULL, update_thread, &ranges[t]) == 0;
-    }
-    pthread_sigmask(SIG_SETMASK, &before, NULL);
-    for (uint32_t t = 0; t < threads; t++)
-        if (!started[t]) update_range(&ranges[t]);
-    for (uint32_t t = 0; t < threads; t++)
-        if (started[t]) pthread_join(ranges[t].thread, NULL);
-}
-
-static bool is_valid(const plc_update *u, const update_kernel *table) {
+bool is_valid_update(const plc_update *u) {
     if (u->rule >= PLC_RULES || u->parts == 0 || u->part >= u->parts) return false;
+    if (u->ranks > PLC_MAX_RANKS) return false;
     for (uint32_t i = 0; i < u->arrays; i++)
-        if (dtype_of(u, i) >= PLC_DTYPES || table[dtype_of(u, i)] == NULL) return false;
+        if (dtype_of(u, i) >= PLC_DTYPES || tables[0][dtype_of(u, i)] == NULL) return false;
     return true;
 }
 
 int plc_update_with(const char *name, const plc_update *u) {
     int set = choose_instruction_set(name);
-    if (set < 0 || !is_valid(u, tables[set])) return PLC_INVALID;
+    if (set < 0 || !is_valid_update(u)) return PLC_INVALID;
     uint64_t lines = 0;
     for (uint32_t i = 0; i < u->arrays; i++) lines += lines_of(u, i);
-    uint64_t first = lines * u->part / u->parts, end = lines * (u->part + 1) / u->parts;
-    update_in_threads(u, tables[set], first, end, MAX(1u, MIN(u->threads, MAX_THREADS)));
-    for (uint32_t i = 0; i < u->arrays; i++) count_step(u, i);
-    return PLC_OK;
+    update_part pass = {.update = u, .run = update_lines, .kernels = tables[set]};
+    int status = run_part(&pass, lines);
+    for (uint32_t i = 0; status == PLC_OK && i < u->arrays; i++) count_step(u, i);
+    return status;
 }
 
 int plc_update_arrays(const plc_update *u) { return plc_update_with(NULL, u); }

@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 9
+#define PLC_ABI_VERSION 10
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -264,7 +264,9 @@ typedef struct {
     double momentum, dampening; /* PLC_SGD */
     double beta1, beta2;        /* PLC_ADAM */
     double lr_decay;            /* PLC_ADAGRAD */
-    double grad_scale;          /* gradients are divided by it, and stay so; 1: left alone */
+    double grad_scale;          /* gradients are divided by it, and stay so unless they are summed
+                                 * here; 1: left alone */
+    double clip;                /* and then multiplied by it; 1: left alone */
     uint32_t part, parts;       /* this call makes one part of the update, from 0 on */
     uint32_t threads;           /* how many threads this call may use */
     uint32_t arrays;
@@ -274,6 +276,12 @@ typedef struct {
     const uint64_t *addresses;
     const uint64_t *counts; /* elements */
     const uint32_t *kinds;  /* see PLC_DTYPE_MASK */
+    /* Gradients that are still to be summed: those at the addresses above belong to this rank, and
+     * those of rank r, mapped here as well, lie `distances[r]` bytes further on. The sum is that of
+     * a bucket: in this order, each with its weight. 0: the gradients are used as they are. */
+    uint32_t ranks;
+    const int64_t *distances;
+    const double *weights;
 } plc_update;
 /* Update the parameters and the state, and count the step. Parts end at multiples of 64 bytes from
  * an array's begin; whoever makes one counts the step for itself. The bits depend neither on parts
@@ -281,6 +289,15 @@ typedef struct {
 PLC_API int plc_update_arrays(const plc_update *update);
 /* The same with the instructions of one set by name, to compare them. */
 PLC_API int plc_update_with(const char *instruction_set, const plc_update *update);
+/* For the norm of all gradients: a sum of squares for each block of PLC_NORM_BLOCK_BYTES, each
+ * array beginning a new one, in order. plc_square_sums writes those of one part of the update. A
+ * block is summed in one order wherever parts begin, so a norm made of all of them in order has the
+ * same bits at any number of parts. `grad_scale` and `clip` are not applied. */
+#define PLC_NORM_BLOCK_BYTES 16384u
+PLC_API uint64_t plc_norm_blocks(const plc_update *update);
+PLC_API int plc_square_sums(const plc_update *update, double *sums);
+PLC_API int plc_square_sums_with(const char *instruction_set, const plc_update *update,
+                                 double *sums);
 
 /* --- meetings: some ranks of a communicator wait for each other
  * ------------------------------ */

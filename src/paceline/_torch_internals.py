@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from datetime import timedelta
 from operator import attrgetter, methodcaller
-from types import FunctionType
+from types import FrameType, FunctionType
 from typing import Any, TypeVar
 
 import torch
@@ -90,6 +90,7 @@ __all__ = [
     "remove_optimizer_hooks",
     "storage_users",
     "store_of",
+    "tell_scaler_of_inf",
     "timeouts_of",
     "unflatten_dense",
     "version_of",
@@ -466,6 +467,31 @@ def hidden_worker_info() -> Iterator[None]:
         yield
     finally:
         worker._worker_info = hidden
+
+
+# ------------------------------------------------------------------- optimizers
+
+
+def tell_scaler_of_inf(optimizer: torch.optim.Optimizer, frame: FrameType | None) -> bool:
+    """Let the GradScaler that is making this optimizer's step believe that it has found a gradient
+    that is not finite: another rank has. False: no such scaler is found. `frame`: that of the
+    step, which the scaler is among the callers of.
+
+    torch/amp/grad_scaler.py: `update()` reads what `step()` has kept by optimizer; a scaler has no
+    public way to be told, and gives itself only to optimizers that ask in a deprecated way.
+    Missing: the answer is False, and the caller says that scales will differ.
+    """
+    while frame is not None:
+        scaler = frame.f_locals.get("self")
+        if isinstance(scaler, torch.amp.GradScaler):
+            with suppress(AttributeError, KeyError):
+                for found in scaler._per_optimizer_states[id(optimizer)][
+                    "found_inf_per_device"
+                ].values():
+                    found.fill_(1.0)
+                return True
+        frame = frame.f_back
+    return False
 
 
 # ---------------------------------------------------------------------- launch

@@ -18,6 +18,7 @@ static const scenario scenarios[] = {
     SCENARIO(external_buckets),
     SCENARIO(two_groups),
     SCENARIO(updates),
+    SCENARIO(sums),
     SCENARIO(meetings),
     SCENARIO(mismatch),
     SCENARIO(mismatch_submitted),

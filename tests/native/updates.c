@@ -52,9 +52,9 @@ static void free_arrays(arrays *a) {
 static plc_update update_of(const arrays *a, uint32_t rule, uint32_t options) {
     return (plc_update){.rule = rule, .options = options, .lr = 0.1, .weight_decay = 0.01,
                         .eps = 1e-8, .momentum = 0.9, .beta1 = 0.9, .beta2 = 0.99,
-                        .grad_scale = options & PLC_MAXIMIZE ? 4 : 1, .parts = 1, .threads = 1,
-                        .arrays = ARRAYS, .addresses = a->addresses, .counts = a->counts,
-                        .kinds = a->kinds};
+                        .grad_scale = options & PLC_MAXIMIZE ? 4 : 1, .clip = 1, .parts = 1,
+                        .threads = 1, .arrays = ARRAYS, .addresses = a->addresses,
+                        .counts = a->counts, .kinds = a->kinds};
 }
 
 static void compare(const arrays *one, const arrays *other) {
@@ -92,6 +92,52 @@ void updates(uint64_t seed) {
         }
 }
 
+/* --- gradients of several ranks, summed in the pass; each in memory of its own ---------------- */
+enum { ELEMENTS = 5 * (int)PLC_NORM_BLOCK_BYTES / 4 + 3, CONTRIBUTORS = 3 };
+
+void sums(uint64_t seed) {
+    float *parameter[2], *gradient[CONTRIBUTORS], *average = malloc(ELEMENTS * sizeof(float));
+    int64_t distances[CONTRIBUTORS];
+    double weights[CONTRIBUTORS], whole[6], cut[6];
+    uint64_t state = seed, count = ELEMENTS;
+    uint32_t kind = PLC_F32;
+    bool even = below(&state, 2);
+    CHECK(average != NULL, "no memory");
+    for (uint32_t i = 0; i < 2; i++) parameter[i] = calloc(ELEMENTS, sizeof(float));
+    for (uint32_t r = 0; r < CONTRIBUTORS; r++) {
+        gradient[r] = malloc(ELEMENTS * sizeof(float));
+        CHECK(gradient[r] != NULL, "no memory");
+        for (uint32_t i = 0; i < ELEMENTS; i++) gradient[r][i] = (float)below(&state, 1000);
+        distances[r] = (int64_t)((intptr_t)gradient[r] - (intptr_t)gradient[0]);
+        weights[r] = even ? 1.0 / CONTRIBUTORS : 0.25 * (r + 1);
+    }
+    for (uint32_t i = 0; i < ELEMENTS; i++) {
+        average[i] = gradient[0][i] * (float)weights[0];
+        for (uint32_t r = 1; r < CONTRIBUTORS; r++)
+            average[i] += gradient[r][i] * (float)weights[r];
+    }
+    for (uint32_t run = 0; run < 2; run++) {
+        uint64_t addresses[ROWS] = {(uint64_t)(uintptr_t)parameter[run],
+                                    (uint64_t)(uintptr_t)(run == 0 ? average : gradient[0])};
+        plc_update u = {.rule = PLC_SGD, .lr = 0.1, .grad_scale = 1, .clip = 0.5, .parts = 1,
+                        .threads = 1, .arrays = 1, .addresses = addresses, .counts = &count,
+                        .kinds = &kind};
+        if (run == 1) {
+            u.ranks = CONTRIBUTORS, u.distances = distances, u.weights = weights;
+            u.parts = 2, u.threads = 1 + (uint32_t)below(&state, 3);
+        }
+        CHECK(plc_norm_blocks(&u) == 6, "%lu blocks", (unsigned long)plc_norm_blocks(&u));
+        for (u.part = 0; u.part < u.parts; u.part++) {
+            CHECK_STATUS(PLC_OK, plc_square_sums(&u, run == 0 ? whole : cut));
+            CHECK_STATUS(PLC_OK, plc_update_arrays(&u));
+        }
+    }
+    CHECK(memcmp(whole, cut, sizeof whole) == 0, "the squares differ");
+    CHECK(memcmp(parameter[0], parameter[1], ELEMENTS * sizeof(float)) == 0, "the sums differ");
+    for (uint32_t r = 0; r < CONTRIBUTORS; r++) free(gradient[r]);
+    free(parameter[0]), free(parameter[1]), free(average);
+}
+
 /* --- meetings: ranks that have data make an update, the others are not waited for ------------- */
 enum { MEETINGS = 200, NUMBERS = 4096 };
 
@@ -125,9 +171,9 @@ static void meet_and_update(rank_thread *self) {
                                       found, -1));
         for (uint32_t r = 0; r < self->ranks; r++)
             CHECK(!present[r] || (found[2 * r] == m && found[2 * r + 1] == r), "rank %u", r);
-        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .part = part, .parts = ranks,
-                        .threads = 1, .arrays = 1, .addresses = addresses, .counts = &count,
-                        .kinds = &kind};
+        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .clip = 1, .part = part,
+                        .parts = ranks, .threads = 1, .arrays = 1, .addresses = addresses,
+                        .counts = &count, .kinds = &kind};
         CHECK_STATUS(PLC_OK, plc_update_arrays(&u));
         CHECK_STATUS(PLC_OK, plc_meet(self->comm, shared->attendance, 2 * m + 3, present, brought,
                                       found, -1));

@@ -20,7 +20,7 @@ def test_every_way_of_training_is_measured(tmp_path):
     assert "paceline.optim, shared" in job.stdout
     measured = json.loads(figures.read_text())["step_us"]["mlp-64"]
     assert set(measured) == {"AdamW", "SGD"}
-    assert all(len(times) == 5 and min(times.values()) > 0 for times in measured.values())
+    assert all(len(times) == 6 and min(times.values()) > 0 for times in measured.values())
 
 
 def test_unknown_models_are_named():

@@ -427,3 +427,88 @@ def test_optimizers_of_several_threads():
         thread.join()
     assert all(torch.equal(result, results[0]) for result in results)
     assert len(results) == 4
+
+
+# --- max_norm -------------------------------------------------------------------------------------
+def clipped(make, parameters, gradients, clip=None):
+    """Parameters after some steps; `clip` is called before each."""
+    mine = [torch.nn.Parameter(parameter.clone()) for parameter in parameters]
+    optimizer = make(mine)
+    for step in range(4):
+        for parameter, gradient in zip(mine, gradients, strict=True):
+            parameter.grad = gradient * (step + 1)
+        if clip is not None:
+            clip(mine)
+        optimizer.step()
+    return mine
+
+
+@pytest.mark.parametrize("max_norm", [0.01, 3.0, 1e6])
+@pytest.mark.parametrize("cls", [SGD, Adam, AdamW, Adagrad])
+def test_clipped_as_torch_clips_before_the_step(cls, max_norm):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(5,), (70, 100), (1,), (3, 3)]
+    numbers = [torch.randn(shape, generator=generator) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    theirs = clipped(
+        lambda parameters: cls.stock(parameters, lr=0.1),
+        numbers,
+        gradients,
+        lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, max_norm),
+    )
+    ours = clipped(lambda p: cls(p, lr=0.1, max_norm=max_norm), numbers, gradients)
+    for left, right in zip(theirs, ours, strict=True):
+        torch.testing.assert_close(right, left, rtol=1e-5, atol=1e-6)
+    for parameter, gradient in zip(ours, gradients, strict=True):
+        assert torch.equal(parameter.grad, gradient * 4)  # left as it was
+
+
+def test_one_norm_for_all_groups_and_for_what_torch_steps(native_calls):
+    dense, other = torch.nn.Parameter(torch.zeros(4)), torch.nn.Parameter(torch.zeros(6, 2))
+    strange = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+    groups = [{"params": [dense, strange]}, {"params": [other], "lr": 2.0}]
+    optimizer = SGD(groups, lr=1.0, max_norm=2.0)
+    for parameter in (dense, other, strange):
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    factor = 2.0 / (19**0.5 + 1e-6)
+    torch.testing.assert_close(dense.detach(), torch.full((4,), -factor))
+    torch.testing.assert_close(other.detach(), torch.full((6, 2), -2 * factor))
+    torch.testing.assert_close(strange.detach().real, torch.full((3,), -factor))
+    assert dense.grad.eq(1).all()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_norm_that_is_not_finite_spoils_all_gradients_as_in_torch(number):
+    parameters = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = SGD(parameters, lr=1.0, max_norm=1.0)
+    parameters[0].grad, parameters[1].grad = torch.ones(3), torch.full((3,), number)
+    optimizer.step()
+    assert parameters[1].isnan().all()
+    torch.testing.assert_close(
+        parameters[0].detach(), torch.full((3,), -1.0 / number), equal_nan=True
+    )
+
+
+def test_clipped_after_the_scale_is_taken_out():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = SGD([parameter], lr=1.0, max_norm=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    scaler.scale((parameter * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8, 0.0, 0.0]))
+
+
+def test_max_norm_goes_with_copies():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = pickle.loads(pickle.dumps(SGD([parameter], lr=1.0, max_norm=1.0)))
+    (copied,) = optimizer.param_groups[0]["params"]
+    copied.grad = torch.full((4,), 10.0)
+    optimizer.step()
+    torch.testing.assert_close(copied.detach(), torch.full((4,), -0.5))
+
+
+@pytest.mark.parametrize("max_norm", [0, -1.0, float("nan"), "1"])
+def test_a_max_norm_that_nothing_can_be_clipped_to(max_norm):
+    with pytest.raises(ValueError, match="max_norm"):
+        SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, max_norm=max_norm)

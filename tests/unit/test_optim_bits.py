@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes as C
 import functools
+from array import array
 
 import numpy as np
 import pytest
@@ -53,28 +54,32 @@ class Case:
             self.rows.append([(x.abs() if row > 2 else x).to(kind) for x in numbers])
         self.rows.append([torch.tensor([float(3 * i)]) for i in range(len(counts))])
 
-    def run(self, name: bytes | None = None, parts: int = 1, threads: int = 1, **changes):
-        """All arrays after the update, made in so many parts."""
-        rows = [[tensor.clone() for tensor in row] for row in self.rows]
+    def update(self, rows, **changes):
+        """The update of these arrays, and what it refers to."""
         rule, flags, numbers = RULES[self.rule]
         addresses = (C.c_uint64 * (ROWS * len(self.counts)))(
             *(tensor.data_ptr() for row in rows for tensor in row)
         )
         counts = (C.c_uint64 * len(self.counts))(*self.counts)
         kinds = (C.c_uint32 * len(self.counts))(*[DTYPE_NAMES.index(self.dtype)] * len(self.counts))
+        settings = {"lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99}
         update = abi.Update(
             rule=rule,
             options=flags,
-            **{"lr": 0.1, "eps": 1e-8, "beta1": 0.9, "beta2": 0.99, "grad_scale": 1.0}
-            | numbers
-            | changes,
-            parts=parts,
-            threads=threads,
+            **settings | {"grad_scale": 1.0, "clip": 1.0} | numbers | changes,
             arrays=len(self.counts),
             addresses=C.addressof(addresses),
             counts=C.addressof(counts),
             kinds=C.addressof(kinds),
         )
+        return update, (addresses, counts, kinds)
+
+    def run(self, name: bytes | None = None, gradients=None, parts: int = 1, **changes):
+        """All arrays after the update, made in so many parts; `gradients` elsewhere than here."""
+        rows = [[tensor.clone() for tensor in row] for row in self.rows]
+        if gradients is not None:
+            rows[1] = gradients
+        update, _keep = self.update(rows, **{"threads": 1, **changes}, parts=parts)
         for part in range(parts):
             update.part = part
             if part:  # each part counts the step, as each rank does for itself
@@ -82,6 +87,16 @@ class Case:
                     tensor.sub_(1)
             assert abi.library().plc_update_with(name, C.byref(update)) == Status.OK
         return rows
+
+    def square_sums(self, name: bytes | None = None, parts: int = 1, threads: int = 1, **changes):
+        """Of the gradients, by block."""
+        update, _keep = self.update(self.rows, parts=parts, threads=threads, **changes)
+        sums = np.full(abi.library().plc_norm_blocks(C.byref(update)), np.nan)
+        for part in range(parts):
+            update.part = part
+            status = abi.library().plc_square_sums_with(name, C.byref(update), sums.ctypes.data)
+            assert status == Status.OK
+        return sums
 
 
 def same_bits(left, right) -> bool:
@@ -132,6 +147,7 @@ def test_parts_begin_at_lines_of_an_array(dtype):
         rule=Rule.SGD,
         lr=1.0,
         grad_scale=1.0,
+        clip=1.0,
         parts=3,
         threads=1,
         arrays=3,
@@ -167,6 +183,7 @@ def test_the_first_momentum_is_the_gradient_whatever_was_there():
         momentum=0.9,
         dampening=0.5,
         grad_scale=1.0,
+        clip=1.0,
         parts=1,
         arrays=1,
         addresses=C.addressof(addresses),
@@ -215,3 +232,104 @@ def test_threads_of_the_process_change_no_bits():
         results.append(parameter.detach().clone())
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+# --- gradients summed in the pass, and their norm -------------------------------------------------
+def laid_out(case: Case, ranks: int):
+    """Gradients of several ranks, each rank's arrays as far from the first one's as the others'."""
+    kind = getattr(torch, case.dtype)
+    generator = torch.Generator().manual_seed(len(case.counts))
+    room = [-(-n // 8) * 8 for n in case.counts]
+    memory = torch.randn(ranks, sum(room), generator=generator).to(kind)
+    begins = [sum(room[:i]) for i in range(len(room))]
+    distances = array("q", [r * sum(room) * FLOATS[case.dtype] for r in range(ranks)])
+    by_array = [
+        [memory[r, at : at + n] for r in range(ranks)]
+        for at, n in zip(begins, case.counts, strict=True)
+    ]
+    return distances, by_array
+
+
+def averaged(gradients, dtype: str, weights: list[float]):
+    """As buckets average: with one factor, or each scaled by its own and rounded first."""
+    reduce, kind = abi.library().plc_reduce_local, DTYPE_NAMES.index(dtype)
+    premultiplied, plain = 8, 0
+
+    def reduced(inputs, op, factor):
+        out = torch.empty_like(inputs[0])
+        pointers = (C.c_void_p * len(inputs))(*(x.data_ptr() for x in inputs))
+        assert reduce(out.data_ptr(), pointers, len(inputs), out.numel(), kind, op, factor) == 0
+        return out
+
+    if not gradients[0].numel():
+        return gradients[0].clone()
+    if len({w for w in weights if w}) <= 1:
+        return reduced(gradients, premultiplied, max(weights))
+    scaled = [reduced([x], premultiplied, w) for x, w in zip(gradients, weights, strict=True)]
+    return reduced(scaled, plain, 1.0)
+
+
+WEIGHTS = st.lists(st.sampled_from([0.5, 0.25, 0.125, 0.3]), min_size=1, max_size=5)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@settings(max_examples=10)
+@given(
+    counts=COUNTS,
+    weights=st.one_of(WEIGHTS, st.integers(1, 5).map(lambda n: [1 / n] * n)),
+    rule=st.sampled_from(sorted(RULES)),
+    parts=st.integers(2, 5),
+    threads=st.integers(1, 3),
+    grad_scale=st.sampled_from([1.0, 3.0]),
+)
+def test_a_sum_in_the_pass_has_the_bits_of_an_average_before_it(
+    dtype, counts, weights, rule, parts, threads, grad_scale
+):
+    case = Case(rule, dtype, counts, 3)
+    distances, gradients = laid_out(case, len(weights))
+    case.rows[1] = [averaged(each, dtype, weights) for each in gradients]
+    expected = case.run(grad_scale=grad_scale)
+    factors = array("d", weights)
+    options = {
+        "gradients": [each[0] for each in gradients],
+        "ranks": len(weights),
+        "distances": distances.buffer_info()[0],
+        "weights": factors.buffer_info()[0],
+        "grad_scale": grad_scale,
+    }
+    before = [each[0].clone() for each in gradients]
+    for name in instruction_sets():
+        assert same_bits(without_gradients(case.run(name, **options)), without_gradients(expected))
+    result = case.run(parts=parts, threads=threads, **options)
+    assert same_bits(without_gradients(result), without_gradients(expected))
+    assert same_bits([[each[0] for each in gradients]], [before])  # read, not written
+
+
+def without_gradients(rows):
+    return [row for number, row in enumerate(rows) if number != 1]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@settings(max_examples=10)
+@given(
+    counts=COUNTS,
+    parts=st.integers(1, 6),
+    threads=st.integers(1, 3),
+    clip=st.sampled_from([1.0, 0.3]),
+)
+def test_square_sums_depend_on_nothing_but_the_numbers(dtype, counts, parts, threads, clip):
+    case = Case("sgd", dtype, counts, 5)
+    expected = case.square_sums()
+    for name in instruction_sets():
+        assert np.array_equal(case.square_sums(name), expected)
+    assert np.array_equal(case.square_sums(parts=parts, threads=threads, clip=clip), expected)
+    exact = sum(float((x.double() ** 2).sum()) for x in case.rows[1])
+    assert np.isclose(expected.sum(), exact, rtol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_clipped_gradients_are_multiplied_once(dtype):
+    case = Case("adamw", dtype, [5000, 3], 7)
+    clipped = case.run(clip=0.3)
+    case.rows[1] = [x * 0.3 for x in case.rows[1]]
+    assert same_bits(without_gradients(clipped), without_gradients(case.run()))

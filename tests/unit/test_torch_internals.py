@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from paceline import _torch_internals as internals
+from paceline._interpreter import find_caller
 
 
 def test_every_name_is_there():
@@ -225,3 +226,23 @@ def test_the_pool_of_the_compiler_is_forgotten():
     internals.forget_inherited_compile_threads()
     for each in (pool, again):
         each.shutdown()
+
+
+def test_a_scaler_can_be_told_of_an_overflow_elsewhere():
+    told = []
+
+    class Told(torch.optim.SGD):
+        _step_supports_amp_scaling = True
+
+        def step(self, closure=None):
+            told.append(internals.tell_scaler_of_inf(self, find_caller("step")))
+
+    parameter = torch.nn.Parameter(torch.ones(2))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = Told([parameter], lr=1.0)
+    scaler.scale(parameter.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 4.0
+    optimizer.step()
+    assert told == [True, False]

@@ -41,8 +41,10 @@ _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "paceline + torch fused": ("paceline", "torch", {"fused": True}),
     "paceline.optim": ("paceline", "paceline", {"shared": False}),
     "paceline.optim, shared": ("paceline", "paceline", {"shared": True}),
+    "paceline.optim, one pass": ("paceline", "paceline", {"one_pass": True}),
 }
-_MEMORY_MODEL = "mlp-17m"
+_LARGE_MODEL = "mlp-17m"  # larger than caches: its step runs at the speed of memory
+_ONE_PASS = "paceline.optim, one pass"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,10 +68,12 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
     plt = pyplot() if options.plot else None
     figures = _on_ranks(options.ranks, _measure_all, names, options.rounds)
-    if _MEMORY_MODEL in names:
+    if _LARGE_MODEL in names:
         figures["memory_mib"] = {
-            way: _on_ranks(options.ranks, _memory, way) for way in ("torch, fused", *_OURS)
+            ranks: {way: _on_ranks(ranks, _memory, way) for way in ("torch, fused", *_OURS)}
+            for ranks in (options.ranks, 2 * options.ranks)
         }
+        figures["pass_us"] = _on_ranks(options.ranks, _measure_pass, options.rounds)
     _print(figures, options.ranks)
     if options.json:
         write_json(options.json, figures)
@@ -78,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_OURS = ("paceline.optim", "paceline.optim, shared")
+_OURS = ("paceline.optim", "paceline.optim, shared", "paceline.optim, one pass")
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -130,7 +134,7 @@ def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) 
     import torch
     import torch.distributed as dist
 
-    steps = {way: _make_step(case, optimizer, way, group) for way in _WAYS}
+    steps = {way: _make_step(case, optimizer, way, group)[0] for way in _WAYS}
     for step in steps.values():
         for _ in range(3):
             step()
@@ -150,7 +154,7 @@ def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) 
 
 def _make_step(
     case: Case, optimizer: str, way: str, group: dist.ProcessGroup
-) -> Callable[[], None]:
+) -> tuple[Callable[[], None], torch.optim.Optimizer]:
     import torch
 
     import paceline
@@ -171,7 +175,7 @@ def _make_step(
         model(batch).square().mean().backward()
         used.step()
 
-    return step
+    return step, used
 
 
 def _memory(group: dist.ProcessGroup, way: str) -> float:
@@ -182,13 +186,47 @@ def _memory(group: dist.ProcessGroup, way: str) -> float:
     import torch.distributed as dist
 
     before = own_memory_mib("smaps_rollup", "Pss")
-    step = _make_step(cases()[_MEMORY_MODEL], "AdamW", way, group)
+    step, _optimizer = _make_step(cases()[_LARGE_MODEL], "AdamW", way, group)
     for _ in range(4):
         step()
     dist.barrier()
     total = torch.tensor([own_memory_mib("smaps_rollup", "Pss") - before])
     dist.all_reduce(total)
     return float(total)
+
+
+def _measure_pass(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
+    """The step of `one_pass=True` alone, and the same bytes streamed: best of both, interleaved, in
+    microseconds.
+    """
+    import torch
+    import torch.distributed as dist
+
+    step, optimizer = _make_step(cases()[_LARGE_MODEL], "AdamW", _ONE_PASS, group)
+    for _ in range(3):
+        step()
+    parameters = [p for each in optimizer.param_groups for p in each["params"]]
+    elements = sum(p.numel() for p in parameters) // group.size()
+    # A rank's part of parameters and two arrays of state, and of every rank's gradients.
+    written = [torch.zeros(elements) for _ in range(3)]
+    read = [torch.zeros(elements) for _ in range(group.size())]
+
+    def stream() -> None:
+        for tensor in written:
+            tensor.add_(1.0)
+        for tensor in read:
+            tensor.sum()
+
+    ways: dict[str, Callable[[], Any]] = {"pass": optimizer.step, "stream": stream}
+    best = dict.fromkeys(ways, float("inf"))
+    for _ in range(rounds):
+        for name, run_way in ways.items():
+            dist.barrier(group)
+            started = time.perf_counter()
+            run_way()
+            dist.barrier(group)
+            best[name] = min(best[name], (time.perf_counter() - started) * 1e6)
+    return best
 
 
 # --- the report ------------------------------------------------------------------------------
@@ -206,9 +244,15 @@ def _print(figures: dict[str, Any], ranks: int) -> None:
         rows,
         text_columns=("model", "optimizer"),
     )
-    if "memory_mib" in figures:
-        shown = ", ".join(f"{way} {mib:.0f} MiB" for way, mib in figures["memory_mib"].items())
-        print(f"memory that training with AdamW adds, all {ranks} ranks together: {shown}")
+    for count, memory in figures.get("memory_mib", {}).items():
+        shown = ", ".join(f"{way} {mib:.0f} MiB" for way, mib in memory.items())
+        print(f"memory that training with AdamW adds, all {count} ranks together: {shown}")
+    if "pass_us" in figures:
+        whole, stream = figures["pass_us"]["pass"], figures["pass_us"]["stream"]
+        print(
+            f"the step of one pass alone: {whole / 1e3:.3f} ms; the same bytes streamed by {ranks} "
+            f"processes: {stream / 1e3:.3f} ms, {stream / whole:.0%}"
+        )
 
 
 def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:

@@ -33,7 +33,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -156,6 +156,7 @@ class Update(C.Structure):
         ("beta2", C.c_double),
         ("lr_decay", C.c_double),
         ("grad_scale", C.c_double),
+        ("clip", C.c_double),
         ("part", C.c_uint32),
         ("parts", C.c_uint32),
         ("threads", C.c_uint32),
@@ -163,6 +164,9 @@ class Update(C.Structure):
         ("addresses", C.c_void_p),
         ("counts", C.c_void_p),
         ("kinds", C.c_void_p),
+        ("ranks", C.c_uint32),
+        ("distances", C.c_void_p),
+        ("weights", C.c_void_p),
     ]
 
 
@@ -280,6 +284,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_add_pieces": (_I32, [_U32, _PTR, _U32, _PTR, _PTR, _PTR]),
     "plc_update_arrays": (_I32, [C.POINTER(Update)]),
     "plc_update_with": (_I32, [C.c_char_p, C.POINTER(Update)]),
+    "plc_norm_blocks": (_U64, [C.POINTER(Update)]),
+    "plc_square_sums": (_I32, [C.POINTER(Update), _PTR]),
+    "plc_square_sums_with": (_I32, [C.c_char_p, C.POINTER(Update), _PTR]),
     "plc_meeting_bytes": (_U64, [_U32]),
     "plc_meet": (_I32, [_PTR, _PTR, _U32, _PTR, _PTR, _PTR, _I64]),
     "plc_flag_bytes": (_U64, []),

@@ -96,6 +96,11 @@ class BucketArena:
                 )
         return cls(comm, handle, bytes_per_rank, buckets)
 
+    def region_address(self, rank: int) -> int:
+        """Where a rank's region is mapped in this process."""
+        address: int = abi.library().plc_arena_region(self._handle, rank)
+        return address
+
     def name_bucket(self, index: int, name: str) -> None:
         """What bucket `index` is called in messages about ranks that wait in it."""
         self._comm.name_bucket(self._number_in_comm, index, name)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import ctypes as C
 from array import array
+from collections.abc import Sequence
 
 from paceline.core import abi
 from paceline.core.abi import Status
+from paceline.errors import NativeError
 
-__all__ = ["ArrayUpdate", "KindFlag", "Option", "Rule", "STATE_ARRAYS"]
+__all__ = ["ArrayUpdate", "KindFlag", "Option", "Rule", "NORM_BLOCK_BYTES", "STATE_ARRAYS"]
 
 STATE_ARRAYS = 3
+NORM_BLOCK_BYTES = 16384  # PLC_NORM_BLOCK_BYTES
 # Below this many bytes of parameters a call is over before another Python thread could run.
 _SHORT_CALL_BYTES = 256 * 1024
 # A thread is started for as much work as is long against starting it.
@@ -65,6 +68,7 @@ class ArrayUpdate:
         self._most_threads = max(1, nbytes // _BYTES_PER_THREAD)
         self.numbers = abi.Update(
             grad_scale=1.0,
+            clip=1.0,
             parts=1,
             threads=1,
             arrays=arrays,
@@ -75,17 +79,44 @@ class ArrayUpdate:
         self._reference = C.byref(self.numbers)
         short = nbytes <= _SHORT_CALL_BYTES
         library = abi.library_holding_gil() if short else abi.library()
-        self._run = library.plc_update_arrays
+        self._run, self._square_sums = library.plc_update_arrays, library.plc_square_sums
+        self._distances, self._weights = array("q"), array("d")
 
     @property
     def most_threads(self) -> int:
         """More threads than this would not make it faster."""
         return self._most_threads
 
+    def sum_over_ranks(self, distances: Sequence[int], weights: Sequence[float]) -> None:
+        """From now on gradients are summed first: those of some ranks, in their order, each so many
+        bytes from where this rank's are, times its weight. None: they are used as they are.
+        """
+        self._distances, self._weights = array("q", distances), array("d", weights)
+        self.numbers.ranks = len(self._distances)
+        self.numbers.distances = self._distances.buffer_info()[0]
+        self.numbers.weights = self._weights.buffer_info()[0]
+
     def run(self, gradients: array[int]) -> None:
         """Make the step with the gradients at these addresses."""
         self._addresses[self._arrays : 2 * self._arrays] = gradients
-        status = self._run(self._reference)
+        self._check(self._run(self._reference))
+
+    @property
+    def norm_blocks(self) -> int:
+        """How many numbers `square_sums` is about."""
+        blocks: int = abi.library().plc_norm_blocks(self._reference)
+        return blocks
+
+    def square_sums(self, gradients: array[int], out: int) -> None:
+        """Write the sums of squares of this process's part of the gradients, block by block, to
+        their places in an array of doubles at `out`. The scale is left in.
+        """
+        self._addresses[self._arrays : 2 * self._arrays] = gradients
+        self._check(self._square_sums(self._reference, out))
+
+    def _check(self, status: int) -> None:
+        if status == Status.SYSTEM:
+            raise NativeError("no memory for the sums of an optimizer's step")
         assert status == Status.OK, f"the core refused to update types {sorted(set(self._kinds))}"
 
     def content(self) -> bytes:

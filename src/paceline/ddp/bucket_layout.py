@@ -41,6 +41,9 @@ class BucketLayout:
         replans: bool,
     ) -> None:
         self._managed, self._transport = managed, transport
+        # Some gradients are left to an optimizer's step: then nothing is sent before the end of
+        # backward, where one signal says all there is to say.
+        self.defers_sums = any(entry.deferred for entry in managed)
         self._dtype = dtype  # of floating-point averages, if it is not that of the parameters
         self.limits = limits
         self.is_learning = True  # no step yet that shows how gradients arrive
@@ -57,9 +60,9 @@ class BucketLayout:
         return [
             GradientSpec(
                 managed.parameter.nbytes,
-                (managed.parameter.dtype, managed.parameter.device),
+                (managed.parameter.dtype, managed.parameter.device, managed.deferred),
                 managed.sparse,
-                self._transport.sums_in_place(managed.parameter),
+                self._transport.sums_in_place(managed),
             )
             for managed in self._managed
         ]
@@ -73,7 +76,7 @@ class BucketLayout:
         # with it and has to cover the whole step. So do gradients that are summed in place: for
         # those the ranks wait for each other.
         at_end = sum(isinstance(bucket, InPlaceBucket) for bucket in self.buckets)
-        self.sent_early = len(self.buckets) - max(at_end, 1)
+        self.sent_early = 0 if self.defers_sums else len(self.buckets) - max(at_end, 1)
         self.frozen = [
             parameter
             for bucket in self.buckets
@@ -86,7 +89,7 @@ class BucketLayout:
         dtype = self._dtype if parameters[0].is_floating_point() else None
         if self._managed[members[0]].sparse:
             return SparseBucket(index, members, parameters)
-        if self._transport.sums_in_place(parameters[0]):
+        if self._transport.sums_in_place(self._managed[members[0]]):
             return InPlaceBucket(index, members[0], parameters[0], dtype)
         transport = self._transport
         return DenseBucket(
@@ -97,6 +100,7 @@ class BucketLayout:
             dtype,
             transport.fill_function(),
             transport.reallocate,
+            is_deferred=self._managed[members[0]].deferred,
         )
 
     def defer_always(self) -> None:

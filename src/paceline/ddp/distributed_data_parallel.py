@@ -55,6 +55,7 @@ from paceline.ddp.config import (
     warn_of_check_reduction,
 )
 from paceline.ddp.consistency import DriftCheck, check_same_model, describe
+from paceline.ddp.deferred_sum import DeferredSum, average
 from paceline.ddp.delayed_parameters import DelayedParameters
 from paceline.ddp.failures import StepHistory
 from paceline.ddp.group_transport import GroupTransport
@@ -101,6 +102,7 @@ _NOT_PICKLED = (
     "process_group",
     "reducer",
     "step_partners",
+    "_deferred_sums",
     "_drift",
     "_delayed",
     "_history",
@@ -241,6 +243,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         if static_graph:
             self._set_static_graph()
         self.step_partners = StepPartners()
+        self._deferred_sums: list[DeferredSum] = []
         self._delayed: DelayedParameters | None = None
         self._rebuild()
         register_model(self)
@@ -357,7 +360,12 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             if isinstance(layer, torch.nn.Embedding | torch.nn.EmbeddingBag) and layer.sparse
         }
         return [
-            ManagedParameter(name, parameter, id(parameter) in sparse)
+            ManagedParameter(
+                name,
+                parameter,
+                id(parameter) in sparse,
+                deferred=any(parameter in deferred for deferred in self._deferred_sums),
+            )
             for name, parameter in self.module.named_parameters()
             if parameter.requires_grad and name not in self.parameters_to_ignore
         ]
@@ -386,10 +394,14 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             previous.abandon_step()
             previous.remove_hooks()
         config = self._config
+        self._deferred_sums = [each for each in self._deferred_sums if each.is_wanted]
         managed = self._managed_parameters()
         self.modules_buffers = list(self._named_buffers().values())
         self._rebuild_delayed()
         transport = self._new_transport(managed)
+        if not isinstance(transport, ShmTransport):
+            # Gradients out of the peers' reach are averaged in backward.
+            managed = [dataclasses.replace(entry, deferred=False) for entry in managed]
         self._drift = self._new_drift_check(managed, transport)
         low = self._low_precision
         actions = StepActions(
@@ -419,6 +431,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
                     gradients_are_views=config.gradient_as_bucket_view,
                 ),
                 bucket_dtype=None if low is None else low.reduce_dtype,
+                deferred_sums=self._deferred_sums,
             )
             self.reducer.use_rule(rule)
         self._watch_model()
@@ -501,6 +514,8 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             return False
         if self._watch.has_changed():
             return True
+        if self._deferred_sums and self._unwanted_sums():
+            return True
         reducer = self.reducer
         return bool(self._frozen or reducer.frozen) and any(
             map(_requires_grad, (*self._frozen, *reducer.frozen))
@@ -515,6 +530,8 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         frozen = [*self._frozen, *reducer.frozen]
         trainable = self._trainable_parameters()
         changes = changes_between(self._watch.planned, trainable, self.module.parameters(), frozen)
+        if self._unwanted_sums():
+            changes.append("the optimizer that summed gradients is gone")
         if not changes:
             reducer.renew_hooks()
             self._watch_model()
@@ -581,6 +598,53 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         ):
             return reducer.transport.comm
         return None
+
+    def _unwanted_sums(self) -> bool:
+        return not all(deferred.is_wanted for deferred in self._deferred_sums)
+
+    def defer_sums(self, deferred: DeferredSum, instead_of: DeferredSum | None = None) -> None:
+        """From the next backward on, leave the gradients of these parameters as they are on each
+        rank. On every rank together, and only where there is `shared_memory`.
+        """
+        others = [each for each in self._deferred_sums if each is not instead_of]
+        self._deferred_sums = [*others, deferred]
+        self._rebuild()
+
+    def averaged_gradients(self) -> dict[str, torch.Tensor]:
+        """A copy of every gradient's average over ranks, by the parameter's name. To be called on
+        every rank, after backward.
+
+        Where an optimizer with one_pass=True sums gradients, `.grad` is this rank's own, and this
+        is the way to look at the average. Elsewhere it is what `.grad` has.
+        """
+        reducer = self.reducer
+        absent = reducer.history.absent
+        weights = {
+            id(entry.parameter): deferred.weights
+            for deferred in self._deferred_sums
+            for entry in reducer.managed
+            if entry.deferred and entry.parameter in deferred and deferred.weights is not None
+        }
+        if weights and absent:
+            raise ConfigError(
+                f"averaged_gradients() needs all ranks, and rank {', '.join(map(str, absent))} had "
+                "no data in this step"
+            )
+        averages = {}
+        for entry in reducer.managed:
+            gradient = entry.parameter.grad
+            if gradient is not None:
+                own = weights.get(id(entry.parameter))
+                gradient = gradient.detach()
+                averages[entry.name] = (
+                    gradient.clone() if own is None else average(self.process_group, gradient, own)
+                )
+        return averages
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        for deferred in self._deferred_sums:
+            deferred.forget()
 
     @property
     def compares_replicas_every(self) -> int:
@@ -1020,6 +1084,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         self.process_group = _default_group()
         self._history = StepHistory()
         self.step_partners = StepPartners()
+        self._deferred_sums = []
         self._delayed = None
         self._rebuild()
         register_model(self)

@@ -44,6 +44,7 @@ class ManagedParameter:
     name: str
     parameter: torch.Tensor
     sparse: bool = False
+    deferred: bool = False  # its gradient is left to an optimizer's step, see `DeferredSum`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -33,6 +33,7 @@ from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, DenseBucket
 from paceline.ddp.comm_hooks import CommHook, HookBucket
 from paceline.ddp.config import DDPConfig
+from paceline.ddp.deferred_sum import DeferredSum
 from paceline.ddp.failures import StepHistory, failure_text, step_error
 from paceline.ddp.group_calls import all_reduce
 from paceline.ddp.plan import BucketLimits, ManagedParameter
@@ -72,11 +73,13 @@ class Reducer(BackwardObserver):
         actions: StepActions,
         comm_hook: CommHook | None = None,
         bucket_dtype: torch.dtype | None = None,
+        deferred_sums: Sequence[DeferredSum] = (),
     ) -> None:
         super().__init__(label, managed, config.average_rule, history, actions)
         self._config = config
         self.transport = transport
         self.comm_hook = comm_hook
+        self._deferred_sums = deferred_sums
         self._layout = BucketLayout(
             managed,
             transport,
@@ -214,9 +217,13 @@ class Reducer(BackwardObserver):
         step.defers_to_end = (
             layout.defers_always
             or layout.is_learning
+            or layout.defers_sums
             or len(layout.buckets) == 1
             or is_one_of_several
         )
+        if not self.window.open:
+            for deferred in self._deferred_sums:
+                deferred.begin()
 
     def _prepare(self) -> None:
         buckets = self._layout.buckets
@@ -279,18 +286,7 @@ class Reducer(BackwardObserver):
     def _send(self, step: Step, bucket: Bucket) -> None:
         """Fill what is not filled and hand the bucket to the transport."""
         with torch.no_grad():
-            contribution = step.count_samples(self.window)
-            self._note_arrivals(bucket)
-            reached = self._used_in(bucket)
-            is_empty = contribution.empty and not self.rule.by_ranks
-            used = bucket.gather(reached, contribute=not is_empty)
-            step.used_count += len(used)
-            if len(used) < len(reached):
-                step.without_gradient.update(
-                    bucket.members[position] for position in reached - used
-                )
-            if self._config.check_finite and not bucket.is_finite():
-                step.fail(self._name_non_finite(bucket))
+            used = self._fill(step, bucket)
             if step.phase is Phase.FILLING:
                 self._post(step)
             if bucket.index == len(self._layout.buckets) - 1:
@@ -304,6 +300,33 @@ class Reducer(BackwardObserver):
                 return
             self._launch(step, bucket)
             self._telemetry.launched(bucket.index)
+
+    def _fill(self, step: Step, bucket: Bucket) -> set[int]:
+        """Bring all gradients in; which there are."""
+        contribution = step.count_samples(self.window)
+        self._note_arrivals(bucket)
+        reached = self._used_in(bucket)
+        is_empty = contribution.empty and not self.rule.by_ranks
+        used = bucket.gather(reached, contribute=not is_empty)
+        step.used_count += len(used)
+        if len(used) < len(reached):
+            step.without_gradient.update(bucket.members[position] for position in reached - used)
+        if self._config.check_finite and not bucket.is_finite():
+            step.fail(self._name_non_finite(bucket))
+        return used
+
+    def _send_what_is_not_deferred(self, step: Step) -> None:
+        """Fill all buckets, tell the peers, and send those that are not left to a step. Everything
+        is known by then: no closing signal follows.
+        """
+        buckets = self._layout.buckets
+        used = [self._fill(step, bucket) for bucket in buckets]
+        self._post(step)
+        for bucket in buckets:
+            step.cursor = bucket.index + 1
+            if not bucket.is_deferred and (used[bucket.index] or not self._config.skip_unused):
+                self._launch(step, bucket)
+                self._telemetry.launched(bucket.index)
 
     def _carries_signal(self, bucket: Bucket) -> bool:
         """Where nobody waits for signals by themselves, the last bucket shows that all ranks have
@@ -321,7 +344,8 @@ class Reducer(BackwardObserver):
             failed=step.failed,
             unused=self._has_unused(step),
         )
-        self.transport.post(signal, single_bucket=len(self._layout.buckets) == 1)
+        is_single = len(self._layout.buckets) == 1 and not self._layout.defers_sums
+        self.transport.post(signal, single_bucket=is_single)
         if self.transport.needs_signals_first:
             self._telemetry.enter_step_wait(self.history.steps, at_end=False)
             try:
@@ -335,13 +359,13 @@ class Reducer(BackwardObserver):
         """Send the closing signal. With one bucket everything was known when it was sent, and there
         is none.
         """
-        if len(self._layout.buckets) > 1:
+        if len(self._layout.buckets) > 1 and not self._layout.defers_sums:
             signal = Signal(Call.CLOSE, failed=step.failed, unused=self._has_unused(step))
             self.transport.close(signal)
 
     def _set_weights(self, step: Step, signals: Sequence[Signal]) -> None:
         weights = weights_of([signal.contribution for signal in signals], self.rule)
-        step.weight = weights[self.transport.rank]
+        step.weights = weights
         self.transport.set_weights(weights)
         answers = [signal.call is Call.ANSWER for signal in signals]
         self.history.note_absent(tuple(itertools.compress(range(len(answers)), answers)))
@@ -351,7 +375,7 @@ class Reducer(BackwardObserver):
             self.transport.launch(bucket)
         else:
             # A hook divides by the world size itself: it gets what makes that division exact.
-            bucket.scale(step.weight * self.transport.world)
+            bucket.scale(step.weights[self.transport.rank] * self.transport.world)
             is_last = bucket.index == len(self._layout.buckets) - 1
             self.comm_hook.start(bucket, is_last=is_last)
 
@@ -435,6 +459,10 @@ class Reducer(BackwardObserver):
 
     def _synchronise(self, step: Step) -> None:
         buckets = self._layout.buckets
+        if self._layout.defers_sums:
+            self._send_what_is_not_deferred(step)
+            self._finish(step)
+            return
         if not self.hooks.hooks_every_parameter:
             if len(buckets) == 1 and self._synchronise_in_one_call(step, buckets[0]):
                 return
@@ -512,10 +540,15 @@ class Reducer(BackwardObserver):
     def _scatter(self, step: Step, signals: Sequence[Signal]) -> None:
         """Give the averages to the parameters."""
         used = self._agree_on_used(step, any(signal.unused for signal in signals))
+        if self._layout.defers_sums and step.has_data:
+            for deferred in self._deferred_sums:
+                deferred.leave(step.weights, self.label)
         if self._actions.before_scatter is not None:
             self._actions.before_scatter()
         if self.comm_hook is None or not self.comm_hook.steps_optimizer:
             for bucket in self._layout.buckets:
+                if bucket.is_deferred and not step.has_data:
+                    continue
                 bucket.scatter(
                     bucket.positions
                     if used is None
@@ -549,6 +582,14 @@ class Reducer(BackwardObserver):
         else:
             self.hooks.forget_arrivals(self._layout.buckets)
 
+    def place_deferred(self) -> None:
+        """Before a step sums them: gradients that were left to it lie where peers find them."""
+        with torch.no_grad():
+            for bucket in self._layout.buckets:
+                if bucket.is_deferred:
+                    assert isinstance(bucket, DenseBucket)
+                    bucket.place()
+
     # ------------------------------------------------------------------- without data
 
     def participate_without_data(
@@ -577,7 +618,7 @@ class Reducer(BackwardObserver):
         return signals
 
     def _participate_in_backward(self, signals: Sequence[Signal]) -> None:
-        step = self.step = Step(Phase.EXCHANGING)
+        step = self.step = Step(Phase.EXCHANGING, has_data=False)
         try:
             with torch.no_grad():
                 if self.transport.needs_signals_first:
@@ -592,11 +633,12 @@ class Reducer(BackwardObserver):
         # None may be left out: peers that have launched a bucket wait for this rank's share of it.
         buckets = self._layout.buckets
         for bucket in buckets[step.cursor :]:
-            bucket.gather((), contribute=False)
             step.cursor = bucket.index + 1
             if step.cursor == len(buckets):
                 self._close(step)
-            self._launch(step, bucket)
+            if not bucket.is_deferred:
+                bucket.gather((), contribute=False)
+                self._launch(step, bucket)
 
     # ------------------------------------------------------------------- failures
 

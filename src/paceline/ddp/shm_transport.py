@@ -50,8 +50,7 @@ class ShmTransport(Transport):
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
         self.comm = group.engine.comm
-        parameters = [entry.parameter for entry in managed]
-        copied = [parameter for parameter in parameters if not self.sums_in_place(parameter)]
+        copied = [entry.parameter for entry in managed if not self.sums_in_place(entry)]
         self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
         # The arena cannot grow, so it is opened with room for any plan. Averages may be wider than
         # the parameters (a float32 `reduce_dtype`), and every bucket may lose an alignment.
@@ -211,8 +210,22 @@ class ShmTransport(Transport):
         start = flat.data_ptr() - self._start + offset * flat.element_size()
         self._arena.fill(start, addresses, lengths, nbytes)
 
-    def sums_in_place(self, parameter: torch.Tensor) -> bool:
-        return parameter.nbytes >= _IN_PLACE_FROM_BYTES and self.world <= _IN_PLACE_UP_TO_RANKS
+    def sums_in_place(self, managed: ManagedParameter) -> bool:
+        # What an optimizer sums has to be in memory that its peers have mapped.
+        return (
+            managed.parameter.nbytes >= _IN_PLACE_FROM_BYTES
+            and self.world <= _IN_PLACE_UP_TO_RANKS
+            and not managed.deferred
+        )
+
+    def distance_to(self, rank: int) -> int:
+        """Bytes from a place in this rank's buckets to the same place in those of another."""
+        return self._arena.region_address(rank) - self._start
+
+    @property
+    def bucket_addresses(self) -> range:
+        """Where this rank's buckets are."""
+        return range(self._start, self._start + self._arena.nbytes)
 
     def _number_of(self, bucket: Bucket) -> int:
         number = self._numbers.get(bucket.index)

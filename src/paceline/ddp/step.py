@@ -69,6 +69,7 @@ class Step:
         "cursor",
         "defers_to_end",
         "failure_text",
+        "has_data",
         "keeps_graph",
         "number",
         "phase",
@@ -76,7 +77,7 @@ class Step:
         "synchronised",
         "task",
         "used_count",
-        "weight",
+        "weights",
         "without_gradient",
     )
 
@@ -87,6 +88,7 @@ class Step:
         task: int = -1,
         count: SampleCount = NO_SAMPLES,
         keeps_graph: bool = False,
+        has_data: bool = True,
     ) -> None:
         self.number = next(_numbers)  # by which the end-of-backward callback knows its step
         self.phase = phase
@@ -94,13 +96,14 @@ class Step:
         self.task = task  # the outermost graph task
         self.count = count  # what the forwards weigh that this backward has reached
         self.keeps_graph = keeps_graph  # backward(create_graph=True): gradients have a history
+        self.has_data = has_data  # not so: this rank only takes part in the step of others
         self.defers_to_end = False  # no bucket is sent before the end of backward
         self.cursor = 0  # buckets before this one have been sent
         self.ready: set[int] = set()  # buckets that are full and wait for those before them
         # Parameters that were reached, but got no gradient.
         self.without_gradient: set[int] = set()
         self.used_count = 0  # parameters that got a gradient, in the buckets sent so far
-        self.weight = 0.0  # of this rank's gradients in the sum
+        self.weights: list[float] = []  # of every rank's gradients in the sum
         self.failure_text: str | None = None
         # Where gradients may be instead of `.grad`, if forward ran in such a context.
         self.context_gradients: ContextGradients | None = None

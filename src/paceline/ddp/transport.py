@@ -30,6 +30,7 @@ import torch.distributed as dist
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, Fill
 from paceline.ddp.group_calls import all_gather_into, broadcast_from
+from paceline.ddp.plan import ManagedParameter
 from paceline.ddp.signals import Signal
 
 __all__ = ["Transport", "TransportMisuse", "TransportState"]
@@ -204,11 +205,11 @@ class Transport(abc.ABC):
     def forget_buckets(self) -> None:  # noqa: B027 - most transports keep nothing
         """The buckets so far are replaced by others."""
 
-    def sums_in_place(self, parameter: torch.Tensor) -> bool:
+    def sums_in_place(self, managed: ManagedParameter) -> bool:
         """Whether this parameter's gradient is better not copied into a bucket with others, see
         `InPlaceBucket`.
         """
-        del parameter
+        del managed
         return False
 
     def fill_function(self) -> Fill | None:

@@ -3,7 +3,8 @@
     step            run the closure, look at what a GradScaler says, then group by group:
       same as last time?   the group's table still describes its parameters and their state
       if not, sort         each parameter: one for the core, or one for torch's own code
-      update               one native call for all of the former
+    norm            of all gradients, where they are clipped
+    update          one native call for each group
 
 Torch's own code takes what the core does not: other devices, sparse gradients, complex numbers,
 subclasses of tensors, memory with gaps, `differentiable`, `capturable`, and everything where the
@@ -18,18 +19,28 @@ import logging
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
+from paceline._interpreter import find_caller
+from paceline._torch_internals import tell_scaler_of_inf
 from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
 from paceline.ddp import DistributedDataParallel
+from paceline.ddp.deferred_sum import DeferredSum
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import registrations
 from paceline.errors import ConfigError, MismatchError, NativeError
 from paceline.optim.divided_step import DividedStep, find_model_to_divide
+from paceline.optim.gradient_norm import (
+    check_max_norm,
+    clip_factor,
+    squares_of,
+    squares_of_tables,
+)
+from paceline.optim.one_pass import OnePass
 from paceline.optim.parameter_table import (
     GradientArrays,
     ParameterTable,
@@ -50,6 +61,7 @@ from paceline.optim.shared_step import (
     refuse_to_share,
     why_not_shared,
 )
+from paceline.optim.step_exchange import StepExchange
 
 __all__ = ["NativeOptimizer", "new_step_counter", "write_common_numbers"]
 
@@ -68,6 +80,24 @@ class _Sharing(enum.Enum):
 # clears or puts back an optimizer's state does so with the division.
 _DIVIDED: Any = "divided among ranks"
 
+_Tables = list[tuple[ParameterTable, GradientArrays]]
+
+
+class _Place(enum.Enum):
+    """Where the parameters of a table are, and what their gradients are."""
+
+    OWN = "own"  # this process's
+    SHARED = "shared"  # in shared memory; gradients are averages
+    SUMMED = "summed"  # in shared memory; gradients are summed in the step
+
+
+class _GroupStep(NamedTuple):
+    """One group's part of a step: what the core updates, and what torch does."""
+
+    group: dict[str, Any]
+    tables: _Tables  # one, or none
+    others: list[torch.Tensor]
+
 
 class NativeOptimizer(torch.optim.Optimizer):
     """Stands before one of torch's optimizers among the base classes and replaces its step."""
@@ -82,10 +112,14 @@ class NativeOptimizer(torch.optim.Optimizer):
     # finite.
     _step_supports_amp_scaling = True
 
-    # By the group's number, and whether they are in memory shared by ranks.
-    _tables: dict[tuple[int, bool], ParameterTable]
+    # By the group's number.
+    _tables: dict[tuple[int, _Place], ParameterTable]
     _sharing: _Sharing
+    _wants_one_pass: bool
+    _max_norm: float | None
     _shared: SharedStep | None
+    _one_pass: OnePass | None
+    _exchange: StepExchange | None
     _release: weakref.finalize[..., NativeOptimizer] | None
     _seen_models: int  # how many had been registered when there was none of ours
     _seen_undivided: int  # as above
@@ -94,11 +128,20 @@ class NativeOptimizer(torch.optim.Optimizer):
         # Here, because copies and unpickled optimizers have no other beginning in common.
         self = super().__new__(cls)
         self._tables, self._sharing = {}, _Sharing.WHERE_POSSIBLE
+        self._wants_one_pass, self._max_norm = False, None
+        self._one_pass, self._exchange = None, None
         self._shared, self._release, self._seen_models = None, None, 0
         self._seen_undivided = 0
         return self
 
-    def __init__(self, *arguments: Any, shared: bool | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        *arguments: Any,
+        shared: bool | None = None,
+        one_pass: bool = False,
+        max_norm: float | None = None,
+        **options: Any,
+    ) -> None:
         """Arguments are those of torch's class.
 
         shared: with `paceline.DistributedDataParallel` on ranks of one host, keep parameters and
@@ -107,19 +150,34 @@ class NativeOptimizer(torch.optim.Optimizer):
             cannot be; and where ranks share no memory (several hosts, other backends,
             accelerators), each keeps the state of its part of the parameters only, steps it, and
             gets the other parts from the others. False: each rank steps for itself.
+        one_pass: share, and sum gradients over ranks in the step instead of averaging them in
+            backward: less memory is moved. Until the step `.grad` is then this rank's own gradient;
+            `model.averaged_gradients()` gives the average.
+        max_norm: clip gradients in the step, as `torch.nn.utils.clip_grad_norm_` does before it:
+            to this norm of all gradients of this optimizer together. `.grad` stays as it is.
         """
+        self._max_norm = check_max_norm(max_norm)
         super().__init__(*arguments, **options)
         if not (shared is None or isinstance(shared, bool)):
             raise TypeError(f"shared is True, False or None (where it pays), got {shared!r}")
-        self._sharing = _Sharing(shared)
+        if one_pass and shared is False:
+            raise ConfigError(
+                "one_pass=True sums gradients in memory that ranks share, and shared=False asks "
+                "for none: leave one of them out"
+            )
+        self._wants_one_pass = one_pass
+        self._sharing = _Sharing.REQUIRED if one_pass else _Sharing(shared)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "stock" in vars(cls):
             signature = inspect.signature(cls.stock)
-            own = inspect.Parameter("shared", inspect.Parameter.KEYWORD_ONLY, default=None)
+            own = [
+                inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default)
+                for name, default in (("shared", None), ("one_pass", False), ("max_norm", None))
+            ]
             cls.__signature__ = signature.replace(  # type: ignore[attr-defined]  # for inspect
-                parameters=[*signature.parameters.values(), own]
+                parameters=[*signature.parameters.values(), *own]
             )
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -141,46 +199,53 @@ class NativeOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         attributes = vars(self)
-        found_inf = attributes.get("found_inf")
-        if found_inf is not None and found_inf.item():
+        found_inf, grad_scale = attributes.get("found_inf"), attributes.get("grad_scale")
+        scale = 1.0 if grad_scale is None else float(grad_scale)
+        has_inf = found_inf is not None and bool(found_inf.item())
+        if has_inf and self._one_pass is None:
+            # In an average: all ranks have found it.
             if (divided := self._divided) is not None and not divided.is_absent:
                 divided.skip()
-            return loss
-        grad_scale = attributes.get("grad_scale")
-        scale = 1.0 if grad_scale is None else float(grad_scale)
-        if self._sharing is _Sharing.REQUIRED and self._divide_if_possible():
+        elif self._may_divide and self._divide_if_possible():
             self._step_divided(scale)
         elif self._sharing is not _Sharing.OFF and self._share_if_possible():
-            self._step_together(scale)
-        else:
+            self._step_together(scale, has_inf, is_scaled=found_inf is not None)
+        elif not has_inf:
             self.step_groups(self.param_groups, scale)
         return loss
 
     def step_groups(self, groups: Sequence[dict[str, Any]], grad_scale: float) -> None:
         """Make a step of these groups in this process alone."""
-        for index, group in enumerate(groups):
-            self._step_group(index, group, group["params"], grad_scale)
+        steps = [
+            self._tabulate((index, _Place.OWN), group, group["params"], grad_scale)
+            for index, group in enumerate(groups)
+        ]
+        clip = 1.0
+        if self._max_norm is not None:
+            clip = clip_factor(_squares_alone(steps), grad_scale, self._max_norm)
+        for step in steps:
+            self._run(step, grad_scale, clip)
 
-    def _step_group(
-        self, index: int, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float
-    ) -> None:
-        if not _core_may_step(group):
-            self._step_with_torch(group, parameters, grad_scale)
-            return
-        table, gradients = self._tabulate((index, False), group, parameters, grad_scale)
-        table.run(gradients)
-        increment_version(table.parameters)
+    def _run(self, step: _GroupStep, grad_scale: float, clip: float) -> None:
+        if step.others:
+            self._step_with_torch(step.group, step.others, grad_scale, clip)
+        for table, gradients in step.tables:
+            table.update.numbers.clip = clip
+            table.run(gradients)
+            increment_version(table.parameters)
 
     def _tabulate(
         self,
-        key: tuple[int, bool],
+        key: tuple[int, _Place],
         group: dict[str, Any],
         parameters: list[torch.Tensor],
         grad_scale: float,
-    ) -> tuple[ParameterTable, GradientArrays]:
-        """The table of a group's parameters that have gradients, ready to run with these.
-        Parameters that the core cannot step have been stepped by torch.
+    ) -> _GroupStep:
+        """The table of a group's parameters that have gradients, ready to run with these, and the
+        parameters that the core cannot step.
         """
+        if not _core_may_step(group):
+            return _GroupStep(group, [], parameters)
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         if not all(gradient is not None for gradient in gradients):
             parameters = [p for p in parameters if p.grad is not None]
@@ -188,16 +253,15 @@ class NativeOptimizer(torch.optim.Optimizer):
         names = self.state_names(group)
         table = self._tables.get(key)
         found = None if table is None else table.matches(parameters, gradients, self.state, names)
+        others: list[torch.Tensor] = []
         if table is None or found is None:
-            is_shared = key[1]
+            is_shared = key[1] is not _Place.OWN
             table, gradients, others = self._sort(group, parameters, names, is_shared)
             self._tables[key] = table
-            if others and not is_shared:
-                self._step_with_torch(group, others, grad_scale)
             found = GradientArrays(gradients)
         self.write_numbers(table.update.numbers, group)
-        table.update.numbers.grad_scale = grad_scale
-        return table, found
+        table.update.numbers.grad_scale, table.update.numbers.clip = grad_scale, 1.0
+        return _GroupStep(group, [(table, found)], others)
 
     def _sort(
         self,
@@ -289,7 +353,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         if not is_worth_sharing(parameters):
             return False
-        reason = why_not_shared(model)
+        asked_for = "one_pass=True" if self._wants_one_pass else "shared=True"
+        reason = why_not_shared(model, asked_for)
         if self._sharing is _Sharing.REQUIRED:
             if reason is not None:
                 raise ConfigError(reason)
@@ -313,6 +378,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         if self._release is not None:
             self._release.detach()
         self._shared = shared
+        if self._wants_one_pass or self._max_norm is not None:
+            self._exchange = StepExchange(model, [each.parameter for each in chosen])
         # Whoever changes the parameters when this optimizer is gone does so on every rank.
         self._release = weakref.finalize(self, shared.release)
         self._release.atexit = False
@@ -321,87 +388,175 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _separate(self, reason: str) -> None:
         """Each rank has parameters and state of its own again."""
         assert self._release is not None
+        if self._one_pass is not None:
+            raise ConfigError(
+                f"one_pass=True cannot sum gradients in shared memory any more: {reason}. Make a "
+                "new optimizer"
+            )
         _logger.info("each rank keeps parameters and optimizer state of its own now: %s", reason)
         self._release()
-        self._shared, self._release = None, None
+        self._shared, self._release, self._exchange = None, None, None
         self._seen_models = registrations()
         self._tables.clear()
 
-    def _step_together(self, grad_scale: float) -> None:
+    def _step_together(self, grad_scale: float, has_inf: bool, *, is_scaled: bool) -> None:
         shared = self._shared
         assert shared is not None
-        for index, group in enumerate(self.param_groups):
-            alone = [p for p in group["params"] if p not in shared]
-            if alone:
-                self._step_group(index, group, alone, grad_scale)
+        alone = self._steps_alone(shared, grad_scale)
         if shared.is_absent:
+            for step in alone:
+                self._run(step, grad_scale, 1.0)
             return
         present = shared.present
-        work = self._work_together(shared, grad_scale)
-        while (verdict := self._begin_together(shared, present, work)) is Verdict.SHARE_AGAIN:
+        tables = self._tables_together(shared, grad_scale)
+        while (verdict := self._begin_together(shared, present, tables)) is Verdict.SHARE_AGAIN:
             shared = self._share(shared.model)
-            work = self._work_together(shared, grad_scale)
+            tables = self._tables_together(shared, grad_scale)
         if verdict is Verdict.FAILED:
             shared.raise_failure()
             return
         if verdict is Verdict.SEPARATE:
+            self._forget_step([each for step in alone for each in step.tables])
             self._separate("the program changes them, or their gradients, rank by rank")
-            for index, group in enumerate(self.param_groups):
-                together = [p for p in group["params"] if p in shared]
-                self._step_group(index, group, together, grad_scale)
+            self.step_groups(self.param_groups, grad_scale)
             return
-        for table, gradients in work:
-            numbers = table.update.numbers
-            numbers.part, numbers.parts = shared.part(present)
-            table.run(gradients)
+        if is_scaled and self._one_pass is not None and self._is_inf_anywhere(shared, has_inf):
+            self._forget_step(tables)
+        else:
+            clip = self._clip_together(shared, present, tables, alone, grad_scale)
+            for step in alone:
+                self._run(step, grad_scale, clip)
+            for table, gradients in tables:
+                table.update.numbers.clip = clip
+                table.run(gradients)
         shared.end(present)
-        for table, _ in work:
+        for table, _ in tables:
             increment_version(table.parameters)
+        if self._wants_one_pass:
+            self._sum_from_now_on(shared)
 
-    def _work_together(
-        self, shared: SharedStep, grad_scale: float
-    ) -> list[tuple[ParameterTable, GradientArrays]]:
-        work = self._tabulate_shared(shared, grad_scale)
-        if not all(table.has_all_addresses for table, _ in work):
+    def _steps_alone(self, shared: SharedStep, grad_scale: float) -> list[_GroupStep]:
+        """What each rank steps for itself."""
+        return [
+            self._tabulate((index, _Place.OWN), group, alone, grad_scale)
+            for index, group in enumerate(self.param_groups)
+            if (alone := [p for p in group["params"] if p not in shared])
+        ]
+
+    def _tables_together(self, shared: SharedStep, grad_scale: float) -> _Tables:
+        """What ranks step together."""
+        tables = self._tabulate_shared(shared, grad_scale)
+        if not all(table.has_all_addresses for table, _ in tables):
             # The program has replaced something.
-            for table, _ in work:
+            for table, _ in tables:
                 table.forget_new_state()
             shared.take_back(self.state)
             self._tables.clear()
-            work = self._tabulate_shared(shared, grad_scale)
-        return work
+            tables = self._tabulate_shared(shared, grad_scale)
+        return tables
 
-    def _tabulate_shared(
-        self, shared: SharedStep, grad_scale: float
-    ) -> list[tuple[ParameterTable, GradientArrays]]:
-        return [
-            self._tabulate((index, True), group, members, grad_scale)
-            for index, group in enumerate(self.param_groups)
-            if (members := [p for p in group["params"] if p in shared])
-        ]
+    def _tabulate_shared(self, shared: SharedStep, grad_scale: float) -> _Tables:
+        """With gradients that are the same on all ranks, or summed in the step."""
+        summed = self._one_pass
+        if summed is not None:
+            summed.place(shared.model)
+        tables = []
+        for index, group in enumerate(self.param_groups):
+            members = [p for p in group["params"] if p in shared]
+            places = {_Place.SHARED: members}
+            if summed is not None:
+                places = {
+                    _Place.SHARED: [p for p in members if p not in summed],
+                    _Place.SUMMED: [p for p in members if p in summed],
+                }
+            for place, parameters in places.items():
+                if parameters:
+                    tables += self._tabulate((index, place), group, parameters, grad_scale).tables
+        return tables
 
     def _begin_together(
-        self,
-        shared: SharedStep,
-        present: Sequence[int],
-        work: list[tuple[ParameterTable, GradientArrays]],
+        self, shared: SharedStep, present: Sequence[int], tables: _Tables
     ) -> Verdict:
         """Wait for the ranks that make the step; unless they do, it has left no trace here."""
-        tables = [table for table, _ in work]
         verdict = None
         try:
+            content = b"".join(table.content() for table, _ in tables)
+            if self._one_pass is not None:
+                content += self._one_pass.prepare(shared.model, present, tables)
+            for table, _ in tables:
+                table.update.numbers.part, table.update.numbers.parts = shared.part(present)
             verdict = shared.begin(
                 present,
-                b"".join(table.content() for table in tables),
-                intact=all(table.has_all_addresses for table in tables),
-                separate=self._wants_to_separate(shared, tables),
+                content,
+                intact=all(table.has_all_addresses for table, _ in tables),
+                separate=self._wants_to_separate(shared, [table for table, _ in tables]),
             )
             return verdict
         finally:
             if verdict is not Verdict.GO:
-                for table in tables:
-                    table.forget_new_state()
-                self._tables.clear()
+                self._forget_step(tables)
+
+    def _forget_step(self, tables: _Tables) -> None:
+        """No step is made with these tables."""
+        for table, _ in tables:
+            table.forget_new_state()
+        self._tables.clear()
+
+    def _is_inf_anywhere(self, shared: SharedStep, has_inf: bool) -> bool:
+        """Whether some rank's gradient is not finite. The GradScalers of all ranks then hear of it,
+        so that all go on with the same scale.
+        """
+        assert self._exchange is not None
+        where = self._exchange.is_true_anywhere(has_inf, shared.present, shared.number)
+        if where and not has_inf and not tell_scaler_of_inf(self, find_caller("step")):
+            _logger.warning(
+                "%s: gradients of rank %s are not finite, so no rank makes this step, but the "
+                "GradScaler of this rank could not be told. Scales will differ from now on.",
+                type(self).__name__,
+                ", ".join(map(str, where)),
+            )
+        return bool(where)
+
+    def _clip_together(
+        self,
+        shared: SharedStep,
+        present: Sequence[int],
+        tables: _Tables,
+        alone: Sequence[_GroupStep],
+        grad_scale: float,
+    ) -> float:
+        if self._max_norm is None:
+            return 1.0
+        assert self._exchange is not None
+        try:
+            squares = self._exchange.sum_squares(
+                tables, _squares_alone(alone), present, shared.number
+            )
+        except MismatchError:
+            self._forget_step(tables)
+            shared.end(present)
+            raise
+        return clip_factor(squares, grad_scale, self._max_norm)
+
+    def _sum_from_now_on(self, shared: SharedStep) -> None:
+        """Once all ranks share, backward leaves sums to the step; likewise when others are shared
+        than before.
+        """
+        if self._one_pass is not None and self._one_pass.goes_with is shared:
+            return
+        model = shared.model
+        # All ranks have to be here, and backward must be over.
+        if model.reducer.history.absent or model.reducer.in_backward:
+            return
+        parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
+        deferred = DeferredSum(parameters, self)
+        self._one_pass = OnePass(shared, deferred, self._one_pass, type(self).__name__)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's."""
+        super().zero_grad(set_to_none)
+        if self._one_pass is not None:
+            self._one_pass.forget_gradients()
 
     def _wants_to_separate(self, shared: SharedStep, tables: Sequence[ParameterTable]) -> bool:
         if self._sharing is _Sharing.REQUIRED:
@@ -429,10 +584,14 @@ class NativeOptimizer(torch.optim.Optimizer):
             self.state = divided
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = super().__getstate__()
+        state: dict[str, Any] = {**super().__getstate__(), "_max_norm": self._max_norm}
         return {**state, "state": self._whole_state()} if self.is_divided else state
 
     # ----------------------------------------------------------------------------- several hosts
+
+    @property
+    def _may_divide(self) -> bool:
+        return self._sharing is _Sharing.REQUIRED and not self._wants_one_pass
 
     def _divide_if_possible(self) -> bool:
         """Whether the state is divided among ranks that share no memory, from now on at the
@@ -452,6 +611,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         # A rank without data is not here, and dividing needs all of them: later.
         if model.reducer.history.absent:
             return False
+        if self._max_norm is not None:
+            raise ConfigError(
+                f"max_norm={self._max_norm:g} clips in memory that ranks share, or on each rank by "
+                "itself, but with shared=True these ranks divide the state. Call "
+                "torch.nn.utils.clip_grad_norm_ before the step, or leave shared=True out"
+            )
         divided = DividedStep(
             model, self.param_groups, self.defaults.keys(), self._part_optimizer(), self.state
         )
@@ -491,7 +656,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         for index, group in enumerate(self.param_groups):
             alone = [p for p in group["params"] if p not in divided]
             if alone:
-                self._step_group(index, group, alone, grad_scale)
+                step = self._tabulate((index, _Place.OWN), group, alone, grad_scale)
+                self._run(step, grad_scale, 1.0)
         # A rank without data hears of the others' step by their signals, and answers.
         if not divided.is_absent:
             divided.step(grad_scale)
@@ -499,13 +665,13 @@ class NativeOptimizer(torch.optim.Optimizer):
     # ----------------------------------------------------------------------------- torch's own code
 
     def _step_with_torch(
-        self, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float
+        self, group: dict[str, Any], parameters: list[torch.Tensor], grad_scale: float, clip: float
     ) -> None:
         """Step some parameters of a group with torch's own code."""
-        if grad_scale != 1.0:
+        if grad_scale != 1.0 or clip != 1.0:
             for parameter in parameters:
                 if parameter.grad is not None:
-                    parameter.grad.div_(grad_scale)
+                    parameter.grad.div_(grad_scale).mul_(clip)
         # Another optimizer with the same state: hooks, and the scale, have been seen to.
         stand_in: Any = self.stock.__new__(self.stock)
         vars(stand_in).update(vars(self))
@@ -514,6 +680,11 @@ class NativeOptimizer(torch.optim.Optimizer):
         )
         with torch.set_grad_enabled(group["differentiable"]):
             inspect.unwrap(self.stock.step)(stand_in)
+
+
+def _squares_alone(steps: Sequence[_GroupStep]) -> float:
+    total = sum(squares_of_tables(step.tables) for step in steps)
+    return sum((squares_of(step.others) for step in steps), total)
 
 
 def write_common_numbers(numbers: Update, group: dict[str, Any]) -> None:

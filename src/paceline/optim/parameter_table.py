@@ -144,6 +144,11 @@ class GradientArrays:
         self._tensors = gradients
         self.addresses = _addresses(gradients)
 
+    def places_in(self, memory: range) -> bytes:
+        """Where they are in this piece of memory, all of which have to be in it."""
+        assert all(address in memory for address in self.addresses), "a gradient was not placed"
+        return array("Q", [address - memory.start for address in self.addresses]).tobytes()
+
 
 class ParameterTable:
     """Parameters that one native call updates, and the call."""
@@ -244,12 +249,20 @@ class ParameterTable:
 
     def run(self, gradients: GradientArrays) -> None:
         """Make the step, or this process's part of it."""
-        most = self.update.most_threads
-        self.update.numbers.threads = min(threads_between_forwards(), most) if most > 1 else 1
+        self._choose_threads()
         self.update.run(gradients.addresses)
         if self._first_updates:
             self.update.forget_first_update()
             self._first_updates = []
+
+    def sum_squares(self, gradients: GradientArrays, out: int) -> None:
+        """Write the sums of squares of this process's part, block by block, to memory at `out`."""
+        self._choose_threads()
+        self.update.square_sums(gradients.addresses, out)
+
+    def _choose_threads(self) -> None:
+        most = self.update.most_threads
+        self.update.numbers.threads = min(threads_between_forwards(), most) if most > 1 else 1
 
     def forget_new_state(self) -> None:
         """The step will not be made with this table: state that it was to write first is not

@@ -166,20 +166,22 @@ def has_averaged_all(model: DistributedDataParallel) -> bool:
     return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
 
 
-def why_not_shared(model: DistributedDataParallel) -> str | None:
-    """What keeps the ranks of a model from sharing its parameters, as a sentence with the cure."""
+def why_not_shared(model: DistributedDataParallel, asked_for: str = "shared=True") -> str | None:
+    """What keeps the ranks of a model from sharing its parameters, as a sentence with the cure.
+    `asked_for`: the argument that asks for it.
+    """
     if not can_find_written_pages():
         return (
-            "shared=True needs /proc/self/pagemap, to notice what the program writes to its "
-            "parameters, and this system does not offer it. Leave shared=True out"
+            f"{asked_for} needs /proc/self/pagemap, to notice what the program writes to its "
+            f"parameters, and this system does not offer it. Leave {asked_for} out"
         )
     if model.shared_memory is None:
         return (
-            "shared=True needs a model whose gradients are averaged in shared memory, and this "
+            f"{asked_for} needs a model whose gradients are averaged in shared memory, and this "
             f"{type(model.module).__name__}'s are not (backend "
             f"{dist.get_backend(model.process_group)!r}): all ranks on one host, backend "
             "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
-            "mixed precision. Leave shared=True out"
+            f"mixed precision. Leave {asked_for} out"
         )
     return None
 
@@ -466,6 +468,11 @@ class SharedStep:
         """The ranks that had data in the last step, and make the update."""
         absent = self.model.reducer.history.absent
         return [rank for rank in range(self.comm.size) if rank not in absent]
+
+    @property
+    def number(self) -> int:
+        """That of the last meeting, the same on all who came."""
+        return self._number
 
     @property
     def is_absent(self) -> bool:

@@ -50,6 +50,7 @@ class Bucket:
         self.parameters = list(parameters)
         self.size = len(self.members)
         self.positions = range(self.size)
+        self.is_deferred = False  # what is in it is left to an optimizer's step
         # Positions whose gradient arrived, as they came. The parameters' hooks append to this very
         # list, so it is emptied, never replaced.
         self.fired: list[int] = []

@@ -53,8 +53,10 @@ class DenseBucket(Bucket):
         dtype: torch.dtype | None = None,
         fill: Fill | None = None,
         reallocate: Callable[[int, int, torch.device], torch.Tensor | None] | None = None,
+        is_deferred: bool = False,
     ) -> None:
         super().__init__(index, members, parameters)
+        self.is_deferred = is_deferred
         first = parameters[0]
         self.dtype = dtype or first.dtype
         # Gradients of another dtype than the bucket never lie in it.
@@ -265,6 +267,18 @@ class DenseBucket(Bucket):
         for parameter, view in zip(to_rebind, targets, strict=True):
             parameter.grad = view
         return True
+
+    def place(self) -> None:
+        """Bring in gradients that callers have put elsewhere since they were gathered. One that has
+        a graph loses it.
+        """
+        self.restore_views()
+        for position, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is not None and gradient is not self.views[position]:
+                view = self._vacant(position)
+                self._copy([view], [gradient.detach()])
+                parameter.grad = view
 
     def _copy_in_all(self) -> None:
         targets, sources = [], []
