@@ -37,6 +37,7 @@ class World:
         self.settled: dict[int, int] = {}
         self.told: list[str] = []
         self.orders: list = []
+        self.doomed: set[int] = set()  # killed, but its end was not noticed yet
         self.deaths = self.starts = 0
         self.is_over = False
         self.decide()
@@ -105,9 +106,12 @@ class World:
                 self.generations.append(order.generation)
             case Terminate():
                 self.leaving.add(order.member_id)
-            case Kill() | EndJob():
+            case Kill():
                 assert order.member_id in self.alive
-                self.is_over |= isinstance(order, EndJob)
+                self.doomed.add(order.member_id)
+            case EndJob():
+                assert order.member_id in self.alive
+                self.is_over = True
             case Tell():
                 self.told.append(order.text)
 
@@ -475,10 +479,8 @@ def _let_settle(world, step):
         is_complete = world.generations and len(world.newest) == world.membership.target
         if world.is_over or (is_complete and len(world.alive) == world.membership.target):
             return
-        killed = [order.member_id for order in world.orders if isinstance(order, Kill)]
-        for member in killed:
-            if member in world.alive:
-                world.end(member)
+        for member in world.doomed & set(world.alive):
+            world.end(member)
         world.all_ready()
         if world.generations:
             step += 1
