@@ -15,6 +15,7 @@ import time
 import pytest
 
 from paceline.cli.main import main
+from paceline.launch.job_page import find_job_pages
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
 MEMBER = """
@@ -215,6 +216,38 @@ def test_a_killed_launcher_leaves_nothing_behind(tmp_path, number):
         job.process.kill()
         job.process.wait()
         assert job.left_after(15.0) == []
+
+
+def test_scale_and_ps_from_outside(tmp_path, capsys):
+    command = _command(tmp_path, elastic="1:3", options=("-n2",))
+    with launched(command) as job:
+        pids = [_pid(tmp_path / f"up-{member}-01") for member in (0, 1)]
+        name = _job_of(pids[0])
+        assert main(["scale", name, "3"]) == 0
+        assert capsys.readouterr().out == f"job {name[:8]}: from 2 to 3 ranks\n"
+        wait_for_files(tmp_path / "up-2-012")
+        assert main(["scale", name, "1"]) == 0
+        wait_for_files(tmp_path / "left-1", tmp_path / "left-2", tmp_path / "up-0-0")
+        capsys.readouterr()
+        assert main(["ps", name]) == 0
+        shown = capsys.readouterr().out
+        assert "1 rank (elastic 1:3)" in shown
+        assert re.search(r"generation 1, \d+ s ago: ranks 0 1 2: scaled from 2 to 3; ", shown)
+        assert re.search(r"generation 2, \d+ s ago: ranks 0: scaled from 3 to 1\n", shown)
+        assert re.search(rf"0 +{pids[0]} ", shown)
+        assert main(["scale", name, "4"]) == 2
+        assert "should be from 1 to 3 but is 4" in capsys.readouterr().err
+        assert main(["scale", "no-such-job", "2"]) == 2
+        assert "'no-such-job' is running on this host" in capsys.readouterr().err
+        _finish(job, tmp_path)
+
+
+def _job_of(pid):
+    pages = find_job_pages()
+    (name,) = [page.job for page in pages if page.pid_in(0) == pid]
+    for page in pages:
+        page.close()
+    return name
 
 
 STORE = """
