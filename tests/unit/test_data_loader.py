@@ -435,7 +435,7 @@ def test_ranges_of_global_batches_have_the_samples_and_seeds_of_the_batches(work
     whole = list(loader)
     ranges = [BatchRange(0, batch, 2, 5) for batch in range(4)]
     before = loader.state_dict()
-    for batch, part in zip(whole, loader.range_loader(ranges), strict=True):
+    for batch, part in zip(whole, loader.range_loader().load_ahead(ranges), strict=True):
         assert part["index"].tolist() == batch["index"][2:5].tolist()
         assert part["noise"].tolist() == batch["noise"][2:5].tolist()
     assert loader.state_dict() == before
@@ -443,6 +443,6 @@ def test_ranges_of_global_batches_have_the_samples_and_seeds_of_the_batches(work
 
 def test_ranges_need_global_batches():
     with pytest.raises(ConfigError, match="stream"):
-        DataLoader(ShardedIterable(range(5), 2)).range_loader([])
+        DataLoader(ShardedIterable(range(5), 2)).range_loader()
     with pytest.raises(ConfigError, match="RandomSampler cannot be resumed"):
-        DataLoader(Noisy(), sampler=torch.utils.data.RandomSampler(Noisy())).range_loader([])
+        DataLoader(Noisy(), sampler=torch.utils.data.RandomSampler(Noisy())).range_loader()

@@ -370,7 +370,7 @@ def test_where_inputs_lie_in_memory_has_no_influence(monkeypatch):
     expected = dots_digest(0)
     assert dots_digest(1) == expected
     # The rule is needed.
-    monkeypatch.setattr("paceline.training.global_batch.align_inputs", lambda inputs: inputs)
+    monkeypatch.setattr("paceline.training.shard_inputs.align_inputs", lambda inputs: inputs)
     assert dots_digest(1) != expected
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,18 +14,52 @@ from paceline.backend.device_backends import other_backends
 from paceline.backend.engine import Engine
 from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
-from paceline.core import Communicator, host_identity, native_status
-from paceline.core.store_exchange import exchange
+from paceline.core import Communicator, host_identity, native_status, store_exchange
+from paceline.core.store_exchange import AbandonableStore, exchange
+from paceline.errors import ConfigError
 
-__all__ = ["create_group"]
+__all__ = ["FormedGroup", "create_group", "form_group"]
 
 _NO_CORE = "none"
+# What ranks meet through, given the store that was made for it.
+_Meeting = Callable[[Store], store_exchange.Store]
+
+
+class FormedGroup:
+    """A group whose ranks have met already; `torch.distributed.init_process_group` is given it as
+    `pg_options`.
+    """
+
+    def __init__(self, group: PacelineGroup) -> None:
+        self.group = group
+
+
+def form_group(
+    store: Store, rank: int, size: int, timeout: timedelta, is_obsolete: Callable[[], bool]
+) -> FormedGroup:
+    """Meet the other ranks of a group, unless it becomes obsolete before all have come.
+
+    Raises:
+        GroupAborted: `is_obsolete()` is true.
+        PeerLost: a rank ended meanwhile.
+        ConfigError: a rank has no native core.
+    """
+    group = _join(store, rank, size, timeout, lambda made: AbandonableStore(made, is_obsolete))
+    if not isinstance(group, PacelineGroup):
+        raise ConfigError(
+            "a group that can be abandoned needs the native core on all ranks: "
+            f"{native_status().reason or 'it is missing on another rank'}"
+        )
+    return FormedGroup(group)
 
 
 def create_group(options: Any, backend_options: object) -> PacelineGroup | ProcessGroupGloo:
     """Called by torch.distributed for every group of backend `paceline`, on all its ranks."""
     others = other_backends(options)
-    group = _join(options.store, options.group_rank, options.group_size, options.timeout)
+    if isinstance(backend_options, FormedGroup):
+        group: PacelineGroup | ProcessGroupGloo = backend_options.group
+    else:
+        group = _join(options.store, options.group_rank, options.group_size, options.timeout)
     if isinstance(group, PacelineGroup):
         for device, backend in others.items():
             group.add_backend(device, backend)
@@ -33,7 +67,11 @@ def create_group(options: Any, backend_options: object) -> PacelineGroup | Proce
 
 
 def _join(
-    store: Store, rank: int, size: int, timeout: timedelta
+    store: Store,
+    rank: int,
+    size: int,
+    timeout: timedelta,
+    meeting: _Meeting = lambda store: store,
 ) -> PacelineGroup | ProcessGroupGloo:
     mine = _host()
 
@@ -42,7 +80,7 @@ def _join(
         return int(pid) if host == mine else None
 
     answers = exchange(
-        store,
+        meeting(store),
         "host",
         rank,
         range(size),
@@ -55,7 +93,7 @@ def _join(
     if _NO_CORE in hosts:
         return _gloo(store, rank, size, timeout)
     pids = {r: int(answers[r].split()[1]) for r in range(size)}
-    engine = _engine(store, rank, hosts, pids, timeout)
+    engine = _engine(store, rank, hosts, pids, timeout, meeting)
     split = functools.partial(_join_split, store, rank)
     return PacelineGroup(store, rank, size, engine, timeout, split)
 
@@ -73,13 +111,17 @@ def _host() -> str:
 
 
 def _engine(
-    store: Store, rank: int, hosts: list[str], pids: dict[int, int], timeout: timedelta
+    store: Store,
+    rank: int,
+    hosts: list[str],
+    pids: dict[int, int],
+    timeout: timedelta,
+    meeting: _Meeting,
 ) -> Engine:
     distinct = list(dict.fromkeys(hosts))
     local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    comm = Communicator.join(
-        PrefixStore(f"{distinct.index(hosts[rank])}/", store), rank, local, timeout, pids=pids
-    )
+    local_store = PrefixStore(f"{distinct.index(hosts[rank])}/", store)
+    comm = Communicator.join(meeting(local_store), rank, local, timeout, pids=pids)
     if len(distinct) == 1:
         return HostEngine(comm)
     from paceline.backend.multi_host_engine import MultiHostEngine

@@ -27,9 +27,16 @@ from datetime import timedelta
 from typing import Protocol
 
 from paceline._linux import exit_code_of, is_running
-from paceline.errors import CollectiveTimeout, PacelineError, PeerLost, describe_exit
+from paceline.errors import (
+    CollectiveTimeout,
+    GroupAborted,
+    PacelineError,
+    PeerLost,
+    describe_exit,
+)
 
 __all__ = [
+    "AbandonableStore",
     "Store",
     "exchange",
     "format_ranks",
@@ -51,6 +58,36 @@ class Store(Protocol):
     def get(self, key: str) -> bytes: ...
     def check(self, keys: list[str]) -> bool: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+
+class AbandonableStore:
+    """A store through which nobody waits any longer for a group that has become obsolete: every
+    look at it raises `GroupAborted` from then on.
+    """
+
+    def __init__(self, store: Store, is_obsolete: Callable[[], bool]) -> None:
+        self._store, self._is_obsolete = store, is_obsolete
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def check(self, keys: list[str]) -> bool:
+        if self._is_obsolete():
+            raise GroupAborted("the ranks of this group have changed before it was complete")
+        return self._store.check(keys)
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """As other stores, but in looks of its own: a store that waits cannot be interrupted."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        pause_s = _SHORTEST_PAUSE_S / 8
+        while not self.check(keys):
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"no {keys} within {timeout.total_seconds():g} s")
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _SHORTEST_PAUSE_S)
 
 
 def exchange(

@@ -4,7 +4,6 @@ prefetching.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar
 
@@ -226,10 +225,10 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         """
         self._resumable().load_state_dict(state)
 
-    def range_loader(self, ranges: Iterable[BatchRange]) -> RangeLoader:
+    def range_loader(self) -> RangeLoader:
         """Loads ranges of global batches instead of this rank's shares, each collated on its own.
 
-        `ranges` is iterated anew in every pass; the loader's own position does not move.
+        The loader's own position does not move.
 
         Raises:
             ConfigError: there are no global batches, or their order is not kept.
@@ -240,7 +239,7 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
                 f"{type(sampler).__name__} is a stream, of which no range can be loaded by itself: "
                 "use a dataset with a length"
             )
-        return RangeLoader(self, self._requests, ranges)
+        return RangeLoader(self, self._requests)
 
     def _on_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         return batches if self.device is None else prefetch_to_device(batches, self.device)
@@ -289,8 +288,13 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
         return self._inner
 
     def _new_inner_loader(
-        self, requests: Iterable[BatchRequest] | None
+        self, requests: Iterable[BatchRequest] | None, *, on_demand: bool = False
     ) -> torch.utils.data.DataLoader[Any]:
+        """`on_demand`: passes are over a request or two, and the next follows soon."""
+        workers, generator = self.num_workers, self.generator
+        if on_demand:
+            # A generator of its own: every pass draws a seed from it.
+            workers, generator = min(1, workers), torch.Generator()
         dataset: Any = self.dataset
         collate: Callable[[Any], Any] = keep_batch
         spec = CollateSpec(self.collate_fn, self.empty_batch)
@@ -305,14 +309,14 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
             sampler=requests,
             collate_fn=collate,
             batch_size=None,
-            num_workers=self.num_workers,
+            num_workers=workers,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             worker_init_fn=self.worker_init_fn,
             multiprocessing_context=self.multiprocessing_context,
-            generator=self.generator,
+            generator=generator,
             prefetch_factor=self.prefetch_factor,
-            persistent_workers=self.persistent_workers,
+            persistent_workers=workers > 0 if on_demand else self.persistent_workers,
             in_order=self.in_order,
         )
 
@@ -332,30 +336,54 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
 class RangeLoader:
     """Batches of any ranges of global batches, through the workers and the device prefetch of a
-    `DataLoader`.
+    `DataLoader`: many of them ahead of their use, or a single one now. How a range is loaded has no
+    influence on its bytes.
     """
 
-    def __init__(
-        self, loader: DataLoader[Any], requests: GlobalBatchRequests, ranges: Iterable[BatchRange]
-    ) -> None:
-        self._loader, self._requests = loader, _RangeRequests(requests, ranges)
+    def __init__(self, loader: DataLoader[Any], requests: GlobalBatchRequests) -> None:
+        self._loader = loader
+        self._ahead, self._single = _RangeRequests(requests), _RangeRequests(requests)
         self._inner: torch.utils.data.DataLoader[Any] | None = None
+        self._single_inner: torch.utils.data.DataLoader[Any] | None = None
 
-    def __iter__(self) -> Iterator[Any]:
+    def load_ahead(self, ranges: Iterable[BatchRange]) -> Iterator[Any]:
+        """The batches of these ranges, in order. Ends the pass before, if one is running."""
+        self._ahead.begin(ranges)
         if self._inner is None or not self._loader.persistent_workers:
-            self._inner = self._loader._new_inner_loader(self._requests)
+            self._inner = self._loader._new_inner_loader(self._ahead)
         return _in_loader_phase(self._loader._on_device(iter(self._inner)))
 
+    def load(self, wanted: BatchRange) -> Any:
+        """The batch of one range, now.
 
-@dataclasses.dataclass(frozen=True)
+        A loader with workers gets one more for this, because a dataset may be at home in workers
+        only; it stays until `release()`.
+        """
+        if self._single_inner is None:
+            self._single_inner = self._loader._new_inner_loader(self._single, on_demand=True)
+        self._single.begin([wanted])
+        (batch,) = _in_loader_phase(self._loader._on_device(iter(self._single_inner)))
+        return batch
+
+    def release(self) -> None:
+        """A pass is over: let the worker for single ranges go, unless workers shall stay."""
+        if not self._loader.persistent_workers:
+            self._single_inner = None
+
+
 class _RangeRequests:
-    """The requests for some ranges, as often as there are passes."""
+    """The requests for some ranges: others in every pass."""
 
-    requests: GlobalBatchRequests
-    ranges: Iterable[BatchRange]
+    def __init__(self, requests: GlobalBatchRequests) -> None:
+        self._requests = requests
+        self._ranges: Iterable[BatchRange] = ()
+
+    def begin(self, ranges: Iterable[BatchRange]) -> None:
+        """Let the next pass be over these ranges."""
+        self._ranges = ranges
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        return map(self.requests.request, self.ranges)
+        return map(self._requests.request, self._ranges)
 
 
 def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:

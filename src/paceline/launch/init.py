@@ -16,7 +16,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from paceline.core import native_status
+from paceline.core import host_identity, native_status
 from paceline.errors import ConfigError
 from paceline.launch.backend_choice import (
     BackendChoice,
@@ -24,13 +24,21 @@ from paceline.launch.backend_choice import (
     choose_backend,
     known_backends,
 )
-from paceline.launch.placement import Placement, agree_on_placement
+from paceline.launch.elastic_group import ElasticGroup
+from paceline.launch.elastic_job import ElasticJob, current_elastic_job
+from paceline.launch.placement import (
+    Placement,
+    RankResources,
+    agree_on_placement,
+    placement_from,
+)
 from paceline.launch.process_context import (
     ProcessContext,
     current_context,
     drop_context,
     enter_context,
 )
+from paceline.launch.resources import allowed_cores, cpu_quota
 from paceline.launch.store import open_group_store, open_store
 from paceline.rank_env import RankEnv, current_rank_and_world, find_rank_env
 from paceline.telemetry.collective_recorder import joining
@@ -80,6 +88,9 @@ def init_process_group(
 
     Raises `ConfigError` for an incomplete or contradictory environment and `CollectiveTimeout`
     naming the ranks that did not join.
+
+    In an elastic job (`paceline run --elastic`) it forms no group: `paceline.Training` does, anew
+    whenever ranks come or go.
     """
     import torch.distributed as dist
 
@@ -100,6 +111,10 @@ def init_process_group(
     }
     if timeout is not None:
         options["timeout"] = timeout
+    if init_method is None and store is None and (job := current_elastic_job()) is not None:
+        enter_context(_prepare_elastic(job, choice, threads, timeout))
+        atexit.register(_leave_at_exit, os.getpid())
+        return
     if init_method is not None or store is not None:
         dist.init_process_group(
             choice.backend, init_method, world_size=world_size, rank=rank, store=store, **options
@@ -137,6 +152,31 @@ def _join(
         choice.backend, store=store, rank=env.rank, world_size=env.world_size, **options
     )
     return ProcessContext(placement, store, serves_store=job_store.served_here)
+
+
+def _prepare_elastic(
+    job: ElasticJob,
+    choice: BackendChoice,
+    threads: int | None,
+    timeout: datetime.timedelta | None,
+) -> ProcessContext:
+    """Be ready to enter generations. Forms no group: ranks that train cannot meet a replacement
+    before their next batch.
+    """
+    if choice.backend != "paceline":
+        raise ConfigError(
+            f"an elastic job needs the backend paceline, but {choice.backend} was chosen"
+            f"{f' ({choice.note})' if choice.note else ''}: leave the backend out, or start the "
+            "job without --elastic"
+        )
+    env = find_rank_env(os.environ)
+    wait_s = _join_timeout(timeout)
+    mine = RankResources(host_identity(), sorted(allowed_cores()))
+    placement = placement_from(env, [mine] * env.world_size, cpu_quota())
+    _use_threads(placement, threads)
+    _use_device(placement)
+    store = open_store(env, os.environ, wait_s).store
+    return ProcessContext(placement, elastic=ElasticGroup(job, store, timeout, wait_s))
 
 
 def _check_types(timeout: Any, world_size: Any, rank: Any, device_id: Any, threads: Any) -> None:

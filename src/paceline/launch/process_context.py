@@ -3,6 +3,7 @@
 
     placement          where this rank is, if `init_process_group` found it
     store              the part of the job's store that belongs to this group
+    elastic            how this rank enters the generations of an elastic job, if it is in one
     session            the status page, the recorded calls, the stall watcher
     save listener      made by the first `save_requested()`, with or without a group
 
@@ -48,6 +49,7 @@ from paceline.telemetry.variables import RUN_ID
 
 if TYPE_CHECKING:
     from paceline._torch_internals import Store
+    from paceline.launch.elastic_group import ElasticGroup
 
 __all__ = ["ProcessContext", "current_context", "drop_context", "enter_context"]
 
@@ -63,8 +65,10 @@ class ProcessContext:
         store: Store | None = None,
         *,
         serves_store: bool = False,
+        elastic: ElasticGroup | None = None,
     ) -> None:
         self.placement = placement
+        self.elastic = elastic
         self._store = store
         self._serves_store = serves_store
         self._pid = os.getpid()

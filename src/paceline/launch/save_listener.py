@@ -53,11 +53,20 @@ class SaveListener:
         group = _default_group()
         if group is not self._group():
             self._follow(group)
-        wanted = SaveRequest(True, self._is_asked_to_stop) if self._is_asked else NO_REQUEST
+        wanted = self.asked
         answer = wanted if self._shared is None else self._shared.next_call(wanted)
         if wanted.due or answer.due:
             self._forget_what_is_served(answer)
         return answer
+
+    @property
+    def asked(self) -> SaveRequest:
+        """What signals have asked this rank for, where ranks agree in another way."""
+        return SaveRequest(True, self._is_asked_to_stop) if self._is_asked else NO_REQUEST
+
+    def forget(self) -> None:
+        """What was asked for is served."""
+        self._is_asked = self._is_asked_to_stop = False
 
     def _follow(self, group: dist.ProcessGroup | None) -> None:
         """The default group of this process is another one than in the call before."""
@@ -67,10 +76,10 @@ class SaveListener:
 
     def _forget_what_is_served(self, answer: SaveRequest) -> None:
         if self._shared is not None and self._shared.is_over:
-            self._is_asked = self._is_asked_to_stop = False
+            self.forget()
         elif answer.due and (answer.stop or not self._is_asked_to_stop):
             # One save serves every signal that came before it.
-            self._is_asked = self._is_asked_to_stop = False
+            self.forget()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if os.getpid() != self._pid:  # a forked child whose fork no handler saw

@@ -19,6 +19,7 @@ from paceline.errors import ConfigError
 from paceline.launch.save_agreement import NO_REQUEST, SaveRequest
 from paceline.launch.save_request import save_requested
 from paceline.training.checkpoint_directory import CheckpointDirectory
+from paceline.training.generations import Generations
 from paceline.training.group_exchange import Exchange
 
 __all__ = ["AutomaticSaves", "SaveEvery"]
@@ -35,7 +36,11 @@ class AutomaticSaves:
     """
 
     def __init__(
-        self, directory: CheckpointDirectory, every: SaveEvery, exchange: Exchange
+        self,
+        directory: CheckpointDirectory,
+        every: SaveEvery,
+        exchange: Exchange,
+        generations: Generations | None = None,
     ) -> None:
         length = every.total_seconds() if isinstance(every, datetime.timedelta) else every
         # Neither a number nor a length of time: the annotation is not checked at run time.
@@ -46,7 +51,14 @@ class AutomaticSaves:
             )
         self._directory, self._exchange = directory, exchange
         self._steps = every if isinstance(every, int) else None
-        self._clock = _StepClock(every, exchange) if isinstance(every, datetime.timedelta) else None
+        self._clock: _StepClock | _ElasticClock | None = None
+        if isinstance(every, datetime.timedelta):
+            self._clock = (
+                _StepClock(every, exchange)
+                if generations is None
+                else _ElasticClock(every, generations)
+            )
+        self._requested = _save_requested if generations is None else generations.save_request
         self._saved: object = None
 
     def resume(self, load: Callable[[_State], None]) -> None:
@@ -80,7 +92,7 @@ class AutomaticSaves:
 
     def after_step(self, step: int, place: object, state: Callable[[], _State]) -> bool:
         """Between two global batches: save if it is time. True if training is asked to stop."""
-        request = _save_requested()
+        request = self._requested()
         due = (self._steps is not None and step % self._steps == 0) or (
             self._clock is not None and self._clock.is_due(step)
         )
@@ -143,6 +155,16 @@ class _StepClock:
             return False
         self._since, self._since_step, self._look_at = time.monotonic(), step, step + 1
         return True
+
+
+class _ElasticClock:
+    """The same in an elastic job, where ranks tell the time in the messages of every pass."""
+
+    def __init__(self, interval: datetime.timedelta, generations: Generations) -> None:
+        self._interval_s, self._generations = interval.total_seconds(), generations
+
+    def is_due(self, step: int) -> bool:
+        return self._generations.is_older_than(self._interval_s)
 
 
 def _save_requested() -> SaveRequest:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from paceline.errors import StepError
+from paceline.errors import GroupError, StepError
 from paceline.training.audit import Audit
-from paceline.training.input_alignment import align_inputs
+from paceline.training.shard_inputs import BatchInputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
-from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_plan import BatchPlan
+from paceline.training.shard_queue import ShardQueue, Task
 from paceline.training.shard_random import ShardSeeds, seed_generators
 
 __all__ = ["GlobalBatch"]
@@ -43,21 +44,16 @@ class GlobalBatch:
         number: int,
         step: int,
         plan: BatchPlan,
-        own: Sequence[Shard],
         audit: Audit | None,
-        inputs: Iterator[Any],
+        inputs: BatchInputs,
+        new_queue: Callable[[], ShardQueue],
         setting: PassSetting,
         seeds: Callable[[int], ShardSeeds],
         on_complete: Callable[[PassResult], None],
     ) -> None:
         self.epoch, self.number, self.step, self.samples = epoch, number, step, plan.samples
-        self._plan, self._audit, self._inputs = plan, audit, inputs
-        is_auditor = audit is not None and audit.auditor == setting.exchange.rank
-        # The shard of another rank that is computed here as well comes last.
-        self._work = [(shard, False) for shard in own]
-        self._work += [(audit.shard, True)] if audit is not None and is_auditor else []
+        self._plan, self._audit, self._inputs, self._new_queue = plan, audit, inputs, new_queue
         self._setting, self._seeds, self._on_complete = setting, seeds, on_complete
-        self._loaded: list[Any] = []
         self._passes = 0
         self._state = _State.NOT_BEGUN
         self._metrics: dict[str, float] = {}
@@ -78,37 +74,54 @@ class GlobalBatch:
                 early. No rank's gradients have changed.
         """
         self.check_not_in_loop("batch.shards() was called again")
-        self._state = _State.IN_LOOP
         seeds = self._seeds(self._passes)
         work = self._pass = ShardPass(
             self._setting, self._plan, seeds, self._audit, step=self.step, number=self._passes
         )
         self._passes += 1
+        queue = self._new_queue()
         failure: StepError | None = None
-        try:
-            for index, (shard, is_audit) in enumerate(self._work):
-                inputs = self._input(index)
-                work.begin(shard)
-                self._in_shard = True
-                yield inputs
-                self._in_shard = False
-                if is_audit:
-                    work.end_audit(shard)
-                    continue
-                try:
-                    work.end(shard)
-                except StepError as error:
-                    failure = error
-                    break
-        except GeneratorExit:
-            self._state = _State.LEFT_EARLY
-            raise
-        self._state = _State.FAILED
-        result = work.complete(failure)
+        result: PassResult | None = None
+        # Once, unless ranks are lost: then some of their shards are handed over.
+        while result is None:
+            self._state = _State.IN_LOOP
+            try:
+                while failure is None and (task := queue.next()) is not None:
+                    inputs = self._inputs.of(task.shard)
+                    work.begin(task.shard)
+                    self._in_shard = True
+                    yield inputs
+                    self._in_shard = False
+                    failure = _end(work, task)
+            except GeneratorExit:
+                self._state = _State.LEFT_EARLY
+                raise
+            self._state = _State.FAILED
+            result = self._complete(work, queue, failure)
         self._pass = None
         self._metrics.update(result.metrics)
         self._state = _State.COMPLETE
         self._on_complete(result)
+
+    def _complete(
+        self, work: ShardPass, queue: ShardQueue, failure: StepError | None
+    ) -> PassResult | None:
+        """The result of the pass; None if it is to be tried again, after the shards in the queue,
+        if there are any.
+        """
+        lost: GroupError | None = None
+        try:
+            outcome = work.complete(failure)
+        except GroupError as error:
+            lost = error
+        # Outside of the handler: an error that is being handled would be told to the other ranks.
+        if lost is not None:
+            self._setting.recover(lost)
+            return None
+        if isinstance(outcome, PassResult):
+            return outcome
+        queue.hand_over(outcome)
+        return None
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Log numbers of the current shard: the mean over its samples, or a tensor with one or more
@@ -159,28 +172,24 @@ class GlobalBatch:
             raise StepError(f"{what}, but step {self.step} has failed")
 
     def close(self) -> None:
-        """At the end of the loop's body: take the inputs that nobody wanted from the loader."""
+        """At the end of the loop's body."""
         self.check_not_in_loop("The next batch was asked for")
         if self._state is _State.NOT_BEGUN:
-            for index in range(len(self._work)):
-                self._input(index)
             self._on_complete(PassResult({}, set()))
         self.release_inputs()
 
     def release_inputs(self) -> None:
-        """Let go of the loader, whose workers end when nobody iterates over it any more."""
-        self._inputs = iter(())
-        self._loaded.clear()
+        """Let go of the inputs and of the loader."""
+        self._inputs.release()
 
-    def _input(self, index: int) -> Any:
-        # Kept for another pass over the batch.
-        while len(self._loaded) <= index:
-            try:
-                inputs = next(self._inputs)
-            except StopIteration:
-                raise StepError(
-                    f"the loop over training.batches() is over, so that no more shards of step "
-                    f"{self.step} can be loaded: use a batch inside that loop"
-                ) from None
-            self._loaded.append(align_inputs(inputs))
-        return self._loaded[index]
+
+def _end(work: ShardPass, task: Task) -> StepError | None:
+    """Take what a shard has computed; what is wrong with it, all ranks must hear."""
+    if task.is_audit:
+        work.end_audit(task.shard)
+        return None
+    try:
+        work.end(task.shard)
+    except StepError as error:
+        return error
+    return None

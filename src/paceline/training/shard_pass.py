@@ -9,19 +9,20 @@ all.
                     3. `.grad`, buffers and metrics are set, the same on every rank
 
 Nothing is applied before all shards are in. A rank whose shard fails takes part in the first
-exchange to say so, and every rank raises.
+exchange to say so, and every rank raises. Where ranks were lost, `complete` finds shards that
+nobody has: those are computed, and it is called again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from paceline.errors import MismatchError, StepError
+from paceline.errors import GroupError, MismatchError, StepError
 from paceline.training.audit import Audit, Digests, check_audit, digests_of
 from paceline.training.gradient_sums import (
     DENSE,
@@ -36,8 +37,9 @@ from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuffers
+from paceline.training.shard_cover import counted_nodes, missing_shards
 from paceline.training.shard_gradients import ShardGradients
-from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_plan import BatchPlan, Shard, deal
 from paceline.training.shard_random import ShardSeeds, seed_generators
 from paceline.training.tree_sum import Node, TreeSum, subtrees
 
@@ -53,6 +55,8 @@ class PassSetting:
     buffers: Sequence[NamedBuffer]
     exchange: Exchange
     threads: int
+    # Called when the ranks of the exchange are lost; returns if it can be tried again.
+    recover: Callable[[GroupError], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,17 +131,24 @@ class ShardPass:
         self._gradients.clear()
         self._buffers.put_back()
 
-    def complete(self, failure: StepError | None = None) -> PassResult:
-        """Exchange everything with the other ranks; on return `.grad` is final.
+    def complete(self, failure: StepError | None = None) -> PassResult | Sequence[Shard]:
+        """Exchange everything with the other ranks; then `.grad` is final. Or else return shards
+        that no rank has and this one is to compute before it calls again.
 
         Raises:
             StepError: a rank failed.
             MismatchError: ranks are not in the same step, or computed one shard differently.
+            GroupError: ranks were lost. It can be called again when there is an exchange again.
         """
+        exchange = self._setting.exchange
         try:
-            received = self._setting.exchange.gather(*self._own_message(failure))
+            received = exchange.gather(*self._own_message(failure))
             messages = [_Message(*message) for message in received]
-            self._check(messages, failure)
+            self._check_places(messages, failure)
+            computed = [message.shards for message in messages]
+            if missing := missing_shards(computed, self._plan.shards):
+                return deal(missing, exchange.size)[exchange.rank]
+            self._check_audit(messages)
             means = self._average(messages)
         except BaseException:
             self._gradients.put_back()
@@ -181,7 +192,7 @@ class ShardPass:
     def _place(self) -> str:
         return f"step {self._step}, pass {self._number}"
 
-    def _check(self, messages: Sequence[_Message], failure: StepError | None) -> None:
+    def _check_places(self, messages: Sequence[_Message], failure: StepError | None) -> None:
         places = {rank: message.place for rank, message in enumerate(messages)}
         if len(set(places.values())) > 1:
             raise MismatchError(
@@ -196,6 +207,8 @@ class ShardPass:
                     f"{message.failure}",
                     rank,
                 ) from failure
+
+    def _check_audit(self, messages: Sequence[_Message]) -> None:
         if self._audit is not None:
             found = [
                 (rank, each) for rank, message in enumerate(messages) for each in message.audited
@@ -207,40 +220,60 @@ class ShardPass:
 
     def _average(self, messages: Sequence[_Message]) -> Gradients:
         kinds = merged_kinds([message.kinds for message in messages])
-        means = {**self._average_dense(messages, kinds), **self._average_sparse(messages, kinds)}
+        nodes = self._nodes(messages)
+        try:
+            dense = self._average_dense(nodes, kinds)
+        except GroupError:
+            # The exchange may have used up what it was given.
+            self._forget()
+            raise
+        means = {**dense, **self._average_sparse(messages, nodes, kinds)}
         return [means.get(number) for number in range(len(kinds))]
 
+    def _nodes(self, messages: Sequence[_Message]) -> Sequence[Sequence[Node]]:
+        """The nodes that count, by rank."""
+        leaves = len(self._plan.shards)
+        held = [subtrees(message.shards, leaves) for message in messages]
+        is_twice = sum(len(message.shards) for message in messages) > leaves
+        return counted_nodes(held) if is_twice else held
+
+    def _forget(self) -> None:
+        """Count no shard as computed."""
+        self._gradients.nodes.clear()
+        self._buffers.changed.clear()
+        self._logs.clear()
+        self._audited.clear()
+
     def _average_dense(
-        self, messages: Sequence[_Message], kinds: GradientKinds
+        self, nodes: Sequence[Sequence[Node]], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
         if not numbers:
             return {}
-        leaves = len(self._plan.shards)
+        held = self._gradients.nodes
         own = {
-            node: [gradients[number] for number in numbers]
-            for node, gradients in self._gradients.nodes.items()
+            node: [held[node][number] for number in numbers]
+            for node in nodes[self._setting.exchange.rank]
         }
-        self._gradients.nodes.clear()
+        held.clear()
         means = self._setting.exchange.average_nodes(
             own,
-            [subtrees(message.shards, leaves) for message in messages],
+            nodes,
             self._setting.parameters.dense_forms(kinds),
             self._plan,
         )
         return dict(zip(numbers, means, strict=True))
 
     def _average_sparse(
-        self, messages: Sequence[_Message], kinds: GradientKinds
+        self, messages: Sequence[_Message], nodes: Sequence[Sequence[Node]], kinds: GradientKinds
     ) -> dict[int, torch.Tensor | None]:
         numbers = [number for number, kind in enumerate(kinds) if kind == SPARSE]
         if not numbers:
             return {}
         # All of them travelled in the messages: every rank adds all.
-        leaves = len(self._plan.shards)
-        tree = TreeSum[Gradients](leaves, add_gradients)
-        for message in messages:
-            for node in subtrees(message.shards, leaves):
+        tree = TreeSum[Gradients](len(self._plan.shards), add_gradients)
+        for message, own in zip(messages, nodes, strict=True):
+            for node in own:
                 tree.add_node(node, [message.sparse.get((node, number)) for number in numbers])
         parameters = self._setting.parameters.parameters
         means: dict[int, torch.Tensor | None] = {}

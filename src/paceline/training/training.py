@@ -31,15 +31,16 @@ from torch.optim import Optimizer
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
 from paceline.data import DataLoader
-from paceline.data.batch_requests import BatchRange
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
-from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
+from paceline.errors import ConfigError, GroupError, MismatchError, PacelineError, StepError
+from paceline.launch.process_context import current_context
 from paceline.rank_env import current_rank_and_world
 from paceline.training.audit import AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
+from paceline.training.generations import Generations
 from paceline.training.global_batch import GlobalBatch
 from paceline.training.group_exchange import Exchange, GroupExchange, SingleRank
 from paceline.training.input_alignment import align_model
@@ -52,8 +53,10 @@ from paceline.training.model_checks import (
 )
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
+from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
+from paceline.training.shard_queue import ShardQueue
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.state_digest import digest_line, tensor_digest
 
@@ -125,24 +128,29 @@ class Training:
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
         self.strict = strict
         self._audits = AuditPlan(audit_every, seed)
-        self._exchange = _exchange(shards)
-        keep_freed_memory(self._exchange.size)
+        self._generations = self._elastic_generations()
+        self._exchange: Exchange = (
+            _exchange(shards) if self._generations is None else self._generations.exchange
+        )
+        keep_freed_memory(current_rank_and_world()[1])
         align_model(model)
         self._epoch, self._batches_done, self._step = 0, 0, 0
         self._epoch_done = False
         self._batch: GlobalBatch | None = None
+        self._inputs: EpochInputs | None = None
         self._counted_step = -1
         self._changed_buffers: set[str] = set()
         self._parameters = ParameterSet(model)
-        self._inputs = loader.range_loader(_Ranges(self))
-        self._make_ranks_agree()
+        self._ranges = loader.range_loader()
+        self._saves = self._automatic_saves(checkpoint, save_every, keep)
+        if self._generations is None:
+            self._start()
+        else:
+            self._generations.begin()
+            self._generations.report_step(self._step)
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
-        self._stopping = False
-        self._saves = self._automatic_saves(checkpoint, save_every, keep)
-        if self._saves is not None:
-            self._saves.resume(self.load_state_dict)
-            self._saves.skip(self._place)
+        self._stopping = self._generations is not None and self._generations.has_left
 
     # --- the loop ---------------------------------------------------------------------------------
 
@@ -195,23 +203,29 @@ class Training:
             self._begin_next_epoch()
         with self._training_environment():
             buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
-            inputs = iter(self._inputs)
+            inputs = self._inputs = self._epoch_inputs()
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
                 if self._parameters.has_changed():
                     self._parameters = ParameterSet(self.model)
                 setting = PassSetting(
-                    self.model, self._parameters, buffers, self._exchange, self.threads
+                    self.model,
+                    self._parameters,
+                    buffers,
+                    self._exchange,
+                    self.threads,
+                    _raise if self._generations is None else self._generations.recover,
                 )
                 step, deals = self._step, self._deals(number)
+                audit = self._audits.audit_of(step, deals)
                 self._batch = GlobalBatch(
                     epoch=self._epoch,
                     number=number,
                     step=step,
                     plan=plan,
-                    own=deals[self._exchange.rank],
-                    audit=self._audits.audit_of(step, deals),
-                    inputs=inputs,
+                    audit=audit,
+                    inputs=inputs.begin(number),
+                    new_queue=functools.partial(ShardQueue, deals, self._exchange.rank, audit),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -219,7 +233,7 @@ class Training:
                 yield self._batch
                 self._batch.close()
                 self._batch = None
-                if self._save_if_due():
+                if self._end_batch():
                     return
             self._epoch_done = True
 
@@ -227,6 +241,9 @@ class Training:
         """The loop over the batches is over, or was left. A loop over shards that was left early is
         remembered: what follows must not use its gradients.
         """
+        if self._inputs is not None:
+            self._inputs.release()
+            self._inputs = None
         if self._batch is not None:
             self._batch.release_inputs()
             if not self._batch.is_open:
@@ -243,9 +260,12 @@ class Training:
             generators.restore()
             self._leave_batches()
 
-    def _save_if_due(self) -> bool:
+    def _end_batch(self) -> bool:
         """Between two batches; True if training is to stop."""
-        if self._saves is not None:
+        generations = self._generations
+        if generations is not None and not generations.end_batch(self._step):
+            self._stopping = True
+        elif self._saves is not None and (generations is None or generations.is_settled):
             self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
         return self._stopping
 
@@ -260,6 +280,8 @@ class Training:
 
     def _count_pass(self, result: PassResult) -> None:
         self._changed_buffers |= result.changed_buffers
+        if self._generations is not None:
+            self._generations.count_pass()
         # Another pass over the same batch is not another step.
         assert self._batch is not None
         if self._counted_step != self._batch.step:
@@ -268,20 +290,21 @@ class Training:
             self._batches_done += 1
             self._sampler.position.seek(self._epoch, self._batches_done)
 
-    def _ranges(self) -> Iterator[BatchRange]:
-        """What this rank loads in the rest of the epoch, seen from now."""
-        epoch, first, step = self._epoch, self._batches_done, self._step
-        return (
-            BatchRange(epoch, number, shard.start, shard.stop)
-            for number in range(first, len(self._sampler))
-            for shard in self._shards_to_load(number, step + number - first)
-        )
+    def _epoch_inputs(self) -> EpochInputs:
+        """The inputs of the rest of the epoch, seen from now."""
+        first_step, first = self._step, self._batches_done
 
-    def _shards_to_load(self, number: int, step: int) -> list[Shard]:
+        def dealt(number: int) -> Sequence[Shard]:
+            return self._shards_to_load(number, first_step + number - first)
+
+        return EpochInputs(self._ranges, self._epoch, range(first, len(self._sampler)), dealt)
+
+    def _shards_to_load(self, number: int, step: int) -> Sequence[Shard]:
         deals = self._deals(number)
         audit, rank = self._audits.audit_of(step, deals), self._exchange.rank
-        audited = [audit.shard] if audit is not None and audit.auditor == rank else []
-        return [*deals[rank], *audited]
+        if audit is not None and audit.auditor == rank and audit.shard not in deals[rank]:
+            return [*deals[rank], audit.shard]
+        return deals[rank]
 
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
@@ -445,9 +468,37 @@ class Training:
                     f"save_every={save_every!r} needs checkpoint=, the directory to save to"
                 )
             return None
-        return AutomaticSaves(CheckpointDirectory(directory, keep), save_every, self._exchange)
+        files = CheckpointDirectory(directory, keep)
+        return AutomaticSaves(files, save_every, self._exchange, self._generations)
 
     # --- at the start -----------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        """Together with all other ranks: from the beginning, or from a checkpoint."""
+        self._make_ranks_agree()
+        if self._saves is not None:
+            self._saves.resume(self.load_state_dict)
+            self._saves.skip(self._place)
+
+    def _elastic_generations(self) -> Generations | None:
+        """Those of the elastic job that this rank belongs to; None in any other job."""
+        context = current_context()
+        if context is None or context.elastic is None:
+            return None
+        return Generations(
+            context.elastic,
+            context,
+            new_exchange=functools.partial(_exchange, self.shards),
+            start=self._start,
+            give=self.state_dict,
+            take=self._take_over,
+        )
+
+    def _take_over(self, state: Mapping[str, Any]) -> None:
+        """Go on from the state of a rank that trains already."""
+        self.load_state_dict(state)
+        if self._saves is not None:
+            self._saves.skip(self._place)
 
     def _make_ranks_agree(self) -> None:
         """Compare what must be the same on every rank; parameters and buffers follow rank 0."""
@@ -477,16 +528,6 @@ class Training:
             group = dist.group.WORLD
             assert group is not None
             broadcast(group, [*self.model.parameters(), *self.model.buffers()], 0)
-
-
-class _Ranges:
-    """What a training's loader loads: another list in every pass."""
-
-    def __init__(self, training: Training) -> None:
-        self._training = training
-
-    def __iter__(self) -> Iterator[BatchRange]:
-        return self._training._ranges()
 
 
 class _Loading:
@@ -519,6 +560,10 @@ def _exchange(shards: int) -> Exchange:
             "other bits)"
         )
     return GroupExchange(group)
+
+
+def _raise(error: GroupError) -> None:
+    raise error
 
 
 def _report_differences(what: str, found: list[str], strict: bool) -> None:
