@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from paceline.cli.chaos import plan_faults
 from paceline.cli.main import main
 from paceline.launch.job_page import find_job_pages
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
@@ -314,3 +315,81 @@ def test_wrong_options_are_explained(tmp_path, capsys, options, message):
     script = write_script(tmp_path, "pass")
     assert main(["run", *options, str(script)]) == 2
     assert message in capsys.readouterr().err
+
+
+# Trains nothing, but writes a digest for each step; newcomers go on after the last one written.
+DIGESTS = """
+    import json, os, pathlib, signal, sys, time
+    from paceline.launch.elastic_job import current_elastic_job
+
+    path = pathlib.Path(os.environ["PACELINE_DIGESTS"])
+    job = current_elastic_job()
+
+    def write(step, value):
+        line = "paceline digest " + json.dumps({"step": step, "digests": {"weight": value}})
+        with open(path, "a") as file:
+            file.write(line + "\\n")
+
+    def last_step():
+        lines = path.read_text().splitlines() if path.exists() else []
+        return json.loads(lines[-1][16:])["step"] if lines else 0
+
+    if job is None:
+        for step in range(1, 151):
+            time.sleep(0.005)
+            write(step, str(step))
+        sys.exit()
+    signal.signal(signal.SIGTERM, lambda *_: job.leaving())
+    job.ready()
+    generation = job.wait_beyond(-1, 30)
+    while generation.rank_of(job.member) is None:
+        generation = job.wait_beyond(generation.number, 30)
+    while (step := last_step() + 1) <= 150:
+        if job.latest() > generation.number:
+            generation = job.wait_beyond(generation.number, 30)
+        if (rank := generation.rank_of(job.member)) is None:
+            break
+        if rank == 0:
+            value = str(step) if step < int(sys.argv[1]) else "wrong"
+            write(step, value)
+        job.report_step(last_step())
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("wrong_from", [120, 1000])
+def test_chaos_strikes_and_compares_every_step(tmp_path, capsys, wrong_from):
+    script = write_script(tmp_path, DIGESTS)
+    keep = tmp_path / "kept"
+    options = ["--kills=8", "--seed=1", f"--keep={keep}", "--stopped=0.1"]
+    code = main(["chaos", *options, "--preload=", "--", str(script), str(wrong_from)])
+    shown = capsys.readouterr()
+    log = (keep / "disturbed.log").read_text()
+    assert code == (1 if wrong_from < 150 else 0), f"{shown}\n{log}"
+    assert "150 steps in" in shown.out
+    assert "killed (SIGKILL)" in shown.out
+    if code:
+        assert "step 120 is the first that differs, in 1:\n  weight: 120 and wrong" in shown.out
+    else:
+        assert "the same bits in 150 of 150 steps" in shown.out
+
+
+def test_the_plan_of_faults_follows_from_the_seed():
+    plan = plan_faults(20, steps=100, seed=7)
+    assert plan == plan_faults(20, steps=100, seed=7) != plan_faults(20, steps=100, seed=8)
+    assert [fault.step for fault in plan] == sorted(fault.step for fault in plan)
+    assert len({fault.kind for fault in plan}) > 3
+    assert max(fault.step for fault in plan) < 95
+
+
+def test_chaos_says_what_is_missing(tmp_path, capsys):
+    script = write_script(tmp_path, "pass")
+    assert main(["chaos"]) == 2
+    assert main(["chaos", "--preload=", "--", str(script)]) == 2
+    message = "the undisturbed run wrote no digests: the script should train with paceline.Training"
+    assert message in capsys.readouterr().err
+    script.write_text("raise SystemExit('no data')")
+    assert main(["chaos", "--preload=", "--", str(script)]) == 2
+    error = capsys.readouterr().err
+    assert "the undisturbed run exited with code 1. Its last lines:" in error
+    assert "no data" in error

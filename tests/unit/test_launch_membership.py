@@ -398,6 +398,14 @@ def test_when_a_rank_is_done_nobody_joins_and_late_ones_are_not_needed(world):
     assert len(world.told) == 1, "the end needs no words"
 
 
+def test_a_replacement_that_ends_before_it_takes_part_does_not_end_training(world):
+    world.end(3)
+    assert world.end(4, code=0) is Verdict.LOST
+    world.wait(1.0)
+    world.all_ready()
+    assert world.newest == [0, 1, 2, 3]
+
+
 def test_a_script_without_training_ends_as_it_would_elsewhere():
     world = World(high=2)
     assert world.end(0, code=0) is Verdict.FINISHED

@@ -10,7 +10,7 @@ from paceline.errors import ConfigError, PacelineError
 from paceline.launch.elastic_job import request_line
 from paceline.launch.job_page import JobPage, Word, find_job_pages
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["add_arguments", "run", "send_scale_request"]
 
 _ANSWER_S = 5.0
 
@@ -55,7 +55,7 @@ def _scale(page: JobPage, ranks: int) -> None:
             f"job {page.job[:8]} was started with --elastic {low}:{high}, so its number of ranks "
             f"should be from {low} to {high} but is {ranks}"
         )
-    _send(page, request_line("scale", ranks=ranks))
+    send_scale_request(page, ranks)
     deadline = time.monotonic() + _ANSWER_S
     while page.words[Word.TARGET] != ranks:
         if time.monotonic() > deadline:
@@ -65,7 +65,7 @@ def _scale(page: JobPage, ranks: int) -> None:
         time.sleep(0.01)
 
 
-def _send(page: JobPage, request: bytes) -> None:
+def send_scale_request(page: JobPage, ranks: int) -> None:
     """Through the fork server's own descriptor, which the kernel opens for the same user only."""
     path = f"/proc/{page.words[Word.SERVER_PID]}/fd/{page.words[Word.REQUESTS_FD]}"
     try:
@@ -73,4 +73,4 @@ def _send(page: JobPage, request: bytes) -> None:
     except FileNotFoundError:
         raise PacelineError(f"job {page.job[:8]} has just ended") from None
     with open(descriptor, "wb", buffering=0) as pipe:
-        pipe.write(request)
+        pipe.write(request_line("scale", ranks=ranks))

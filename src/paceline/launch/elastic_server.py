@@ -347,6 +347,8 @@ class ElasticServer:
             self._send(MemberLost(member.slot, exitcode, now))
         else:
             self._send(RankEnd(member.slot, exitcode, now))
+        if verdict is Verdict.FATAL and exitcode == 0:
+            self._send(StartFailure(f"rank {member.slot} ended before it took part"))
 
 
 def _serve_store(job: Job, address: str, port: int) -> NoReturn:

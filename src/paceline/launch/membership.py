@@ -267,9 +267,14 @@ class Membership:
             return Verdict.ENDING
         if process.is_leaving:
             return Verdict.LEFT
-        if exitcode == 0:
+        if exitcode == 0 and not self._is_premature(process):
             return Verdict.FINISHED
         return Verdict.FATAL if self._is_fatal(process, exitcode) else Verdict.LOST
+
+    def _is_premature(self, process: _Process) -> bool:
+        """Whether a replacement has ended before it took part, while others train."""
+        others_train = any(other.step is not None for other in self._processes.values())
+        return not process.is_initial and process.step is None and others_train
 
     def _is_fatal(self, process: _Process, exitcode: int) -> bool:
         """Whether the job cannot go on without this process."""
