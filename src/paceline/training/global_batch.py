@@ -13,7 +13,7 @@ from paceline.training.audit import Audit
 from paceline.training.shard_inputs import BatchInputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
 from paceline.training.shard_plan import BatchPlan
-from paceline.training.shard_queue import ShardQueue, Task
+from paceline.training.shard_queue import ShardQueue, Task, TaskKind
 from paceline.training.shard_random import ShardSeeds, seed_generators
 
 __all__ = ["GlobalBatch"]
@@ -94,7 +94,8 @@ class GlobalBatch:
             self._state = _State.LEFT_EARLY
             raise
         self._state = _State.FAILED
-        result = work.complete(failure)
+        result = work.complete(queue.pace(), failure)
+        queue.close()
         self._pass = None
         self._metrics.update(result.metrics)
         self._state = _State.COMPLETE
@@ -162,7 +163,7 @@ class GlobalBatch:
 
 def _end(work: ShardPass, task: Task) -> StepError | None:
     """Take what a shard has computed; what is wrong with it, all ranks must hear."""
-    if task.is_audit:
+    if task.kind is TaskKind.AUDIT:
         work.end_audit(task.shard)
         return None
     try:

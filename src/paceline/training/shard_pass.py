@@ -23,6 +23,7 @@ from torch import nn
 
 from paceline.errors import MismatchError, StepError
 from paceline.training.audit import Audit, Digests, check_audit, digests_of
+from paceline.training.balance import Pace
 from paceline.training.gradient_sums import (
     DENSE,
     SPARSE,
@@ -57,10 +58,11 @@ class PassSetting:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """What a pass leaves beside gradients and buffers."""
+    """What a pass leaves beside gradients and buffers. `paces` has one for each rank."""
 
     metrics: dict[str, float]
     changed_buffers: set[str]
+    paces: Sequence[Pace] = ()
 
 
 class ShardPass:
@@ -127,7 +129,7 @@ class ShardPass:
         self._gradients.clear()
         self._buffers.put_back()
 
-    def complete(self, failure: StepError | None = None) -> PassResult:
+    def complete(self, pace: Pace, failure: StepError | None = None) -> PassResult:
         """Exchange everything with the other ranks; on return `.grad` is final.
 
         Raises:
@@ -135,7 +137,7 @@ class ShardPass:
             MismatchError: ranks are not in the same step, or computed one shard differently.
         """
         try:
-            received = self._setting.exchange.gather(*self._own_message(failure))
+            received = self._setting.exchange.gather(*self._own_message(pace, failure))
             messages = [_Message(*message) for message in received]
             self._check(messages, failure)
             means = self._average(messages)
@@ -149,11 +151,14 @@ class ShardPass:
         changed = self._buffers.finish(by_shard)
         metrics = {number: sums for message in messages for number, sums in message.metrics.items()}
         seed_generators(self._seeds.after)
-        return PassResult(global_means(metrics[n] for n in sorted(metrics)), changed)
+        means_of_metrics = global_means(metrics[n] for n in sorted(metrics))
+        return PassResult(means_of_metrics, changed, [message.pace for message in messages])
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _own_message(self, failure: StepError | None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def _own_message(
+        self, pace: Pace, failure: StepError | None
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         if failure is not None:
             return {"place": self._place, "failure": str(failure)}, []
         tensors: list[torch.Tensor] = []
@@ -173,6 +178,7 @@ class ShardPass:
             "buffers": buffers,
             "sparse": sparse,
             "audited": self._audited,
+            "pace": pace,
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
@@ -260,6 +266,7 @@ class _Message:
         self.kinds: GradientKinds = facts.get("kinds", "")
         self.metrics = dict(facts.get("metrics", []))
         self.audited: list[Digests] = facts.get("audited", [])
+        self.pace = Pace(*facts.get("pace", (None, 0.0)))
         following = iter(tensors)
         self.buffers: dict[int, BufferValues] = {
             shard: {number: next(following) for number in numbers}

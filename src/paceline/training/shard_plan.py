@@ -10,6 +10,7 @@ shard before.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -90,9 +91,9 @@ class ShardPlan:
         )
 
 
-def deal(shards: Sequence[Shard], world_size: int) -> list[Sequence[Shard]]:
-    """Each rank's shards: contiguous, so that few sums have to be exchanged, and as even as it
-    goes. Any other way would give the same bits.
+def deal(shards: Sequence[Shard], counts: Sequence[int]) -> list[Sequence[Shard]]:
+    """Each rank's shards, given how many it gets: contiguous, so that few sums have to be
+    exchanged. Any other way would give the same bits.
     """
-    parts = [share_of(len(shards), rank, world_size) for rank in range(world_size)]
-    return [shards[part.start : part.stop] for part in parts]
+    stops = itertools.accumulate(counts)
+    return [shards[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]

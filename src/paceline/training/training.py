@@ -30,13 +30,16 @@ from torch.optim import Optimizer
 
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
+from paceline.backend.host_engine import HostEngine
+from paceline.backend.process_group import PacelineGroup
 from paceline.data import DataLoader
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.rank_env import current_rank_and_world
-from paceline.training.audit import AuditPlan
+from paceline.training.audit import Audit, AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
+from paceline.training.balance import Balance
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
 from paceline.training.global_batch import GlobalBatch
@@ -53,8 +56,14 @@ from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
-from paceline.training.shard_plan import Shard, ShardPlan, deal
-from paceline.training.shard_queue import ShardQueue
+from paceline.training.shard_plan import Shard, ShardPlan
+from paceline.training.shard_queue import (
+    HostClaims,
+    NoClaims,
+    RankClock,
+    ShardClaims,
+    ShardQueue,
+)
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.state_digest import digest_line, tensor_digest
 
@@ -91,6 +100,8 @@ class Training:
         audit_every: every so many steps another rank computes one shard a second time. If it finds
             other bytes, every rank raises `MismatchError`: a broken processor or memory is found,
             or code that depends on who runs it.
+        steal: let ranks that are through compute shards of slower ones, and deal out fewer to
+            those. False leaves every rank its even share. Bits do not depend on it.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -113,6 +124,7 @@ class Training:
         save_every: SaveEvery = None,
         keep: int = 3,
         audit_every: int | None = None,
+        steal: bool = True,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -124,7 +136,7 @@ class Training:
             raise ConfigError(f"threads must be at least 1, found {threads}")
         self.model, self.loader = model, loader
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
-        self.strict = strict
+        self.strict, self.steal = strict, steal
         self._audits = AuditPlan(audit_every, seed)
         self._exchange = _exchange(shards)
         keep_freed_memory(self._exchange.size)
@@ -138,6 +150,9 @@ class Training:
         self._parameters = ParameterSet(model)
         self._ranges = loader.range_loader()
         self._make_ranks_agree()
+        self._balance = Balance(self._exchange.size, shards, follows_speed=steal)
+        self._claims = _claims(shards) if steal and self._exchange.size > 1 else NoClaims()
+        self._clock = RankClock()
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
         self._stopping = False
@@ -214,7 +229,7 @@ class Training:
                     plan=plan,
                     audit=audit,
                     inputs=inputs.begin(number),
-                    new_queue=functools.partial(ShardQueue, deals, self._exchange.rank, audit),
+                    new_queue=functools.partial(self._new_queue, deals, audit),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -264,10 +279,16 @@ class Training:
         self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
         self._sampler.position.seek(self._epoch, 0)
 
+    def _new_queue(self, deals: Sequence[Sequence[Shard]], audit: Audit | None) -> ShardQueue:
+        rank = self._exchange.rank
+        return ShardQueue(deals, rank, audit, self._claims, self._balance, self._clock)
+
     def _count_pass(self, result: PassResult) -> None:
         self._changed_buffers |= result.changed_buffers
-        # Another pass over the same batch is not another step.
         assert self._batch is not None
+        if result.paces and self._batch.samples == self._plan.batch_size:
+            self._balance.record(result.paces)
+        # Another pass over the same batch is not another step.
         if self._counted_step != self._batch.step:
             self._counted_step = self._batch.step
             self._step += 1
@@ -293,7 +314,7 @@ class Training:
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
         plan = self._plan.cut(self._sampler.share(number).size)
-        return deal(plan.shards, self._exchange.size)
+        return self._balance.deal(plan.shards)
 
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
@@ -461,7 +482,7 @@ class Training:
         if self._exchange.size == 1:
             return
         own = {
-            "arguments": {**self._identity, **self._sampler.state_at(0, 0)},
+            "arguments": {**self._identity, **self._sampler.state_at(0, 0), "steal": self.steal},
             "fingerprint": self.fingerprint,
             "model": [
                 tensor_digest(tensor)
@@ -516,6 +537,14 @@ def _exchange(shards: int) -> Exchange:
             "other bits)"
         )
     return GroupExchange(group)
+
+
+def _claims(shards: int) -> ShardClaims:
+    """Where ranks share memory, they can take shards over from each other."""
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
+        return HostClaims(group.engine.comm, shards)
+    return NoClaims()
 
 
 def _report_differences(what: str, found: list[str], strict: bool) -> None:
