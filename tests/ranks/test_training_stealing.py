@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import paceline
-from paceline.training import shard_queue
+from paceline.training import shard_queue, work_sharing
 from paceline.training.shard_queue import ShardQueue, TaskKind
 from tests.harness import init_group, run_ranks
 from tests.harness.exact_models import CASES, train
@@ -50,7 +50,7 @@ class Recorded(ShardQueue):
 def stolen_freely(rank, world, options):
     take_any(rank)
     Recorded.tasks, Recorded.choice = [], random.Random(rank)
-    paceline.training.training.ShardQueue = Recorded
+    work_sharing.ShardQueue = Recorded
     if world > 1:
         init_group("paceline")
     hashes = {name: train(name, STEPS, **options) for name in CASES}

@@ -35,7 +35,7 @@ def counts(deals):
 
 @given(st.integers(1, 40), st.lists(st.floats(0.001, 10), min_size=1, max_size=8))
 def test_no_other_deal_would_be_over_earlier(shards, seconds):
-    found = counts_for(shards, seconds)
+    found = counts_for(shards, tuple(seconds))
     assert sum(found) == shards
     if shards < len(seconds):
         return
@@ -47,9 +47,12 @@ def test_no_other_deal_would_be_over_earlier(shards, seconds):
             assert all((n + 1) * s >= last for n, s in zip(found, seconds, strict=True))
 
 
-def told(balance, seconds, passes=1, exchange=0.0):
+def told(balance, seconds, passes=1, exchange=lambda sums: 0.0):
+    """Ranks at this speed compute what they are dealt; an exchange takes its time."""
     for _ in range(passes):
-        balance.record([Pace(each, exchange) for each in seconds])
+        computed = [[shard.number for shard in part] for part in balance.deal(SHARDS)]
+        exchange_s = exchange(balance._sums_before or 0)
+        balance.record([Pace(each, exchange_s) for each in seconds], computed)
 
 
 def test_a_slow_rank_is_dealt_fewer_shards_after_some_passes():
@@ -62,6 +65,18 @@ def test_a_slow_rank_is_dealt_fewer_shards_after_some_passes():
     # Full speed again.
     told(balance, [1.0, 1.0], passes=5)
     assert counts(balance.deal(SHARDS)) == [4, 4]
+
+
+def test_a_deal_that_makes_the_exchange_too_long_is_given_up():
+    balance = Balance(2, 8, follows_speed=True)
+    told(balance, [1.0, 2.0], passes=5, exchange=lambda sums: 0.5 * sums)
+    assert counts(balance.deal(SHARDS)) == [6, 2]
+    assert balance.extra_exchange_s(2) == 1.0
+    told(balance, [1.0, 2.0], passes=5, exchange=lambda sums: 0.5 if sums <= 2 else 9.0)
+    for _ in range(20):
+        assert counts(balance.deal(SHARDS)) == [4, 4]
+        assert balance.extra_exchange_s(1) > 7
+        told(balance, [1.0, 2.0], exchange=lambda sums: 0.5 if sums <= 2 else 9.0)
 
 
 def test_a_small_gain_or_a_single_slow_pass_changes_nothing():
@@ -105,8 +120,6 @@ def test_every_rank_makes_the_same_deal_of_the_same_numbers(ranks, numbers):
 @pytest.mark.parametrize(
     ("backlogs", "cost", "taken"),
     [
-        ([], 1.0, None),
-        ([Backlog((), 9.0)], 1.0, None),
         # A rank as fast as this one, with one shard left, is as soon through alone.
         ([Backlog(SHARDS[7:], 1.0)], 1.1, None),
         ([Backlog(SHARDS[6:], 1.0)], 1.1, 7),

@@ -25,7 +25,6 @@ from paceline import ConfigError, MismatchError, PacelineError, StepError
 from paceline.cli import main
 from paceline.training import input_alignment, shard_buffers
 from paceline.training.audit import AuditPlan
-from paceline.training.balance import counts_for
 from paceline.training.shard_plan import ShardPlan, deal
 from tests.harness import exact_models
 
@@ -661,8 +660,7 @@ def test_metrics_of_an_audited_shard_count_once():
 
 @given(st.integers(1, 7), st.integers(1, 12), st.integers(0, 50), st.integers(1, 4))
 def test_an_audit_is_by_another_rank(world, shards, number, every):
-    all_shards = ShardPlan(shards, shards).cut(shards).shards
-    deals = deal(all_shards, counts_for(shards, [1.0] * world))
+    deals = deal(ShardPlan(shards, shards).cut(shards).shards, world)
     audit = AuditPlan(every, 0).audit_of(number, deals)
     if (number + 1) % every:
         assert audit is None

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paceline import ConfigError, StepError
-from paceline.training.balance import counts_for
 from paceline.training.gradient_sums import add_gradients, merged_kinds
 from paceline.training.metric_log import MetricLog, global_means
 from paceline.training.shard_plan import ShardPlan, deal
@@ -64,7 +63,7 @@ def test_shards_of_equal_size_weigh_one():
 def test_every_shard_is_dealt_to_one_rank(case, world):
     plan, samples = case
     shards = plan.cut(samples).shards
-    parts = deal(shards, counts_for(len(shards), [1.0] * world))
+    parts = deal(shards, world)
     assert tuple(shard for part in parts for shard in part) == shards
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -122,8 +121,7 @@ def test_the_sum_does_not_know_who_added_what_and_when(case):
 
 @given(st.integers(1, 64), st.integers(1, 8))
 def test_contiguous_shards_become_few_sums(leaves, world):
-    shards = ShardPlan(leaves, leaves).cut(leaves).shards
-    for part in deal(shards, counts_for(leaves, [1.0] * world)):
+    for part in deal(ShardPlan(leaves, leaves).cut(leaves).shards, world):
         assert len(subtrees([s.number for s in part], leaves)) <= 2 * max(1, leaves.bit_length())
 
 

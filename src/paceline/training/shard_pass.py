@@ -58,11 +58,14 @@ class PassSetting:
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """What a pass leaves beside gradients and buffers. `paces` has one for each rank."""
+    """What a pass leaves beside gradients and buffers; of each rank, its pace and the shards that
+    it has computed.
+    """
 
     metrics: dict[str, float]
     changed_buffers: set[str]
     paces: Sequence[Pace] = ()
+    computed: Sequence[Sequence[int]] = ()
 
 
 class ShardPass:
@@ -152,7 +155,12 @@ class ShardPass:
         metrics = {number: sums for message in messages for number, sums in message.metrics.items()}
         seed_generators(self._seeds.after)
         means_of_metrics = global_means(metrics[n] for n in sorted(metrics))
-        return PassResult(means_of_metrics, changed, [message.pace for message in messages])
+        return PassResult(
+            means_of_metrics,
+            changed,
+            [message.pace for message in messages],
+            [message.shards for message in messages],
+        )
 
     # --- messages ---------------------------------------------------------------------------------
 

@@ -124,22 +124,17 @@ class Backlog(NamedTuple):
     shard_s: float
 
 
-def shard_to_take(backlogs: Iterable[Backlog], cost_s: float) -> Shard | None:
+def shard_to_take(backlogs: Sequence[Backlog], cost_s: float) -> Shard | None:
     """The last shard of the rank that has the longest way to go, if the rank would not have come to
     it by the time it is computed here.
 
     Args:
-        backlogs: of the other ranks.
+        backlogs: of the ranks that are behind.
         cost_s: how long it takes here, with all that comes with it.
     """
-    longest = max(
-        (each for each in backlogs if each.shards),
-        key=lambda each: len(each.shards) * each.shard_s,
-        default=None,
-    )
-    if longest is None or len(longest.shards) * longest.shard_s <= cost_s:
-        return None
-    return longest.shards[-1]
+    longest = max(backlogs, key=lambda each: len(each.shards) * each.shard_s)
+    pays = len(longest.shards) * longest.shard_s > cost_s
+    return longest.shards[-1] if pays else None
 
 
 class RankClock:
@@ -206,7 +201,10 @@ class ShardQueue:
         return task
 
     def hand_over(self, shards: Iterable[Shard]) -> None:
-        """Shards of other ranks that this one is to compute as well."""
+        """Shards of other ranks that this one is to compute as well. From now on it is agreed who
+        computes what, and nothing is taken over any more.
+        """
+        self._claims = NoClaims()
         self._tasks.extend(Task(shard, TaskKind.HANDED_OVER) for shard in shards)
 
     def pace(self) -> Pace:
@@ -235,20 +233,22 @@ class ShardQueue:
         own_s = self._dealt_s() or self._balance.shard_s(self._rank)
         if own_s is None:
             return None
-        # Twice as many sums may have to be exchanged as without.
-        cost_s = own_s + self._clock.extra_s + self._balance.exchange_s
-        return shard_to_take(self._backlogs(own_s), cost_s)
+        backlogs = list(self._backlogs(own_s))
+        if not backlogs:
+            return None
+        # There will be a sum more on either side.
+        cost_s = own_s + self._clock.extra_s + self._balance.extra_exchange_s(2)
+        return shard_to_take(backlogs, cost_s)
 
     def _backlogs(self, own_s: float) -> Iterable[Backlog]:
         for rank, dealt in enumerate(self._deals):
-            if rank == self._rank:
-                continue
-            shards = self._claims.unclaimed(dealt)
+            shards = self._claims.unclaimed(dealt) if rank != self._rank else ()
             if self._audit is not None and self._audit.auditor == self._rank:
                 # Whoever audits a shard is not the one who computes it.
                 shards = [shard for shard in shards if shard != self._audit.shard]
-            usual_s = self._balance.shard_s(rank) or own_s
-            yield Backlog(shards, max(usual_s, self._claims.seconds_since_claim(rank)))
+            if shards:
+                usual_s = self._balance.shard_s(rank) or own_s
+                yield Backlog(shards, max(usual_s, self._claims.seconds_since_claim(rank)))
 
     def _dealt_s(self) -> float | None:
         dealt = self._seconds[TaskKind.DEALT]

@@ -37,9 +37,8 @@ from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.rank_env import current_rank_and_world
-from paceline.training.audit import Audit, AuditPlan
+from paceline.training.audit import AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
-from paceline.training.balance import Balance
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
 from paceline.training.global_batch import GlobalBatch
@@ -57,15 +56,10 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
-from paceline.training.shard_queue import (
-    HostClaims,
-    NoClaims,
-    RankClock,
-    ShardClaims,
-    ShardQueue,
-)
+from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.state_digest import digest_line, tensor_digest
+from paceline.training.work_sharing import WorkSharing
 
 __all__ = ["Training"]
 
@@ -138,7 +132,7 @@ class Training:
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
         self.strict, self.steal = strict, steal
         self._audits = AuditPlan(audit_every, seed)
-        self._exchange = _exchange(shards)
+        self._exchange = _exchange(shards, steal)
         keep_freed_memory(self._exchange.size)
         align_model(model)
         self._epoch, self._batches_done, self._step = 0, 0, 0
@@ -150,9 +144,6 @@ class Training:
         self._parameters = ParameterSet(model)
         self._ranges = loader.range_loader()
         self._make_ranks_agree()
-        self._balance = Balance(self._exchange.size, shards, follows_speed=steal)
-        self._claims = _claims(shards) if steal and self._exchange.size > 1 else NoClaims()
-        self._clock = RankClock()
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
         self._stopping = False
@@ -229,7 +220,7 @@ class Training:
                     plan=plan,
                     audit=audit,
                     inputs=inputs.begin(number),
-                    new_queue=functools.partial(self._new_queue, deals, audit),
+                    new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -279,15 +270,10 @@ class Training:
         self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
         self._sampler.position.seek(self._epoch, 0)
 
-    def _new_queue(self, deals: Sequence[Sequence[Shard]], audit: Audit | None) -> ShardQueue:
-        rank = self._exchange.rank
-        return ShardQueue(deals, rank, audit, self._claims, self._balance, self._clock)
-
     def _count_pass(self, result: PassResult) -> None:
         self._changed_buffers |= result.changed_buffers
         assert self._batch is not None
-        if result.paces and self._batch.samples == self._plan.batch_size:
-            self._balance.record(result.paces)
+        self._exchange.sharing.record(result.paces, result.computed)
         # Another pass over the same batch is not another step.
         if self._counted_step != self._batch.step:
             self._counted_step = self._batch.step
@@ -314,7 +300,7 @@ class Training:
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
         plan = self._plan.cut(self._sampler.share(number).size)
-        return self._balance.deal(plan.shards)
+        return self._exchange.sharing.deal(plan.shards)
 
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
@@ -520,10 +506,10 @@ class _Loading:
         self._training.load_state_dict(state, self._strict)
 
 
-def _exchange(shards: int) -> Exchange:
+def _exchange(shards: int, steal: bool) -> Exchange:
     rank, world_size = current_rank_and_world()
     if world_size == 1:
-        return SingleRank()
+        return SingleRank(WorkSharing(0, 1, shards, NoClaims(), follows_speed=False))
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
         raise ConfigError(
@@ -536,12 +522,16 @@ def _exchange(shards: int) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
-    return GroupExchange(group)
+    # Made in any case: that ranks disagree about `steal` is found out later.
+    claims = _claims(group, shards)
+    sharing = WorkSharing(
+        rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
+    )
+    return GroupExchange(group, sharing)
 
 
-def _claims(shards: int) -> ShardClaims:
+def _claims(group: dist.ProcessGroup, shards: int) -> ShardClaims:
     """Where ranks share memory, they can take shards over from each other."""
-    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
         return HostClaims(group.engine.comm, shards)
     return NoClaims()
