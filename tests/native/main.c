@@ -19,6 +19,7 @@ static const scenario scenarios[] = {
     SCENARIO(two_groups),
     SCENARIO(updates),
     SCENARIO(meetings),
+    SCENARIO(claims),
     SCENARIO(mismatch),
     SCENARIO(mismatch_submitted),
     SCENARIO(abort_by_thread),

@@ -16,7 +16,14 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import ConfigError, MismatchError, StepError
-from paceline.training import group_exchange, shard_buffers, shard_gradients, shard_pass, tree_sum
+from paceline.training import (
+    balance,
+    group_exchange,
+    shard_buffers,
+    shard_gradients,
+    shard_pass,
+    tree_sum,
+)
 from paceline.training.shard_plan import ShardPlan
 from tests.harness import init_group, run_ranks
 from tests.harness.exact_models import CASES, classify_wide, digest, make, run, train, wide
@@ -77,11 +84,11 @@ def test_any_other_deal_gives_the_same_bits(alone):
 def with_another_deal(rank, world, backend):
     """Odd and even shards apart, and a rank with none."""
 
-    def scattered(shards, ranks):
+    def scattered(self, shards):
         owners = [1 if shard.number % 2 else 2 for shard in shards]
-        return [[s for s, o in zip(shards, owners, strict=True) if o == r] for r in range(ranks)]
+        return [[s for s, o in zip(shards, owners, strict=True) if o == r] for r in range(world)]
 
-    paceline.training.training.deal = scattered
+    balance.Balance.deal = scattered
     init_group(backend)
     return {name: train(name, STEPS) for name in CASES}
 
@@ -256,7 +263,7 @@ def test_audits_change_nothing_and_find_nothing(alone):
 def with_a_broken_processor(rank, world):
     """One bit of one gradient of rank 1 is wrong from the fourth step on."""
     init_group("paceline")
-    model, optimizer, training = make("mlp", audit_every=1)
+    model, optimizer, training = make("mlp", audit_every=1, steal=False)
     for epoch in training.epochs(2):
         for batch in training.batches():
             for x, y in batch.shards():
@@ -283,7 +290,7 @@ def scaled(rank, world, local_only):
         init_group("gloo")
     if local_only:
         group_exchange.GroupExchange.average_nodes = lambda self, own, *_: next(iter(own.values()))
-    model, optimizer, training = make("mlp")
+    model, optimizer, training = make("mlp", steal=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for batch in training.batches():
         for number, (x, y) in enumerate(batch.shards()):
@@ -323,7 +330,7 @@ def differently_initialised(rank, world):
 
 def forgets_backward(rank, world, backend):
     init_group(backend)
-    model, _, training = make("mlp")
+    model, _, training = make("mlp", steal=False)
     for batch in training.batches():
         for x, y in batch.shards():
             loss = F.cross_entropy(model(x), y)
