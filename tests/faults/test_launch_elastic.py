@@ -14,6 +14,7 @@ import time
 
 import pytest
 
+from paceline._linux import is_running
 from paceline.cli.chaos import plan_faults
 from paceline.cli.main import main
 from paceline.launch.job_page import find_job_pages
@@ -93,11 +94,11 @@ def _finish(job, folder, code=0):
 def test_a_rank_that_dies_is_replaced(tmp_path, death, words):
     step = f"if me == 1 and step == 3: sys.stdout.write('half a line'); sys.stdout.flush(); {death}"
     with launched(_command(tmp_path, step)) as job:
-        wait_for_files(tmp_path / "up-0-0", tmp_path / "up-2-01", tmp_path / "up-0-01")
+        wait_for_files(tmp_path / "up-2-01")
         _finish(job, tmp_path)
     lines = [line for line in job.stderr.splitlines() if line.startswith("paceline:")]
     assert re.fullmatch(
-        rf"paceline: rank 1 \(pid \d+\) {words} at step \d: 1 rank goes on \(generation 1\)",
+        rf"paceline: rank 1 \(pid \d+\) {words} at step \d+: 1 rank goes on \(generation 1\)",
         lines[0],
     )
     assert re.fullmatch(
@@ -105,6 +106,24 @@ def test_a_rank_that_dies_is_replaced(tmp_path, death, words):
     )
     assert len(lines) == 2
     assert sorted(job.stdout.splitlines()) == ["[0] done 0", "[1] done 2", "[1] half a line"]
+
+
+def test_what_a_killed_rank_has_started_ends_with_it(tmp_path):
+    step = """
+if me == 1 and step == 3:
+    import subprocess
+    child = subprocess.Popen(["sleep", "300"])
+    (folder / "child").write_text(str(child.pid))
+    os.kill(os.getpid(), 9)
+"""
+    with launched(_command(tmp_path, step)) as job:
+        child = _pid(tmp_path / "child")
+        wait_for_files(tmp_path / "up-2-01")
+        deadline = time.monotonic() + 10
+        while is_running(child):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        _finish(job, tmp_path)
 
 
 def test_all_ranks_killed_at_once_begin_again(tmp_path):

@@ -398,6 +398,20 @@ def test_when_a_rank_is_done_nobody_joins_and_late_ones_are_not_needed(world):
     assert len(world.told) == 1, "the end needs no words"
 
 
+def test_the_first_ranks_train_although_one_of_them_does_not():
+    world = World(low=3, high=3)
+    assert world.end(1, code=0) is Verdict.FINISHED
+    world.ready(0)
+    world.ready(2)
+    assert world.newest == [0, 2]
+
+
+def test_a_rank_killed_when_others_are_done_fails_the_job(world):
+    world.end(0, code=0)
+    assert world.end(1) is Verdict.FATAL
+    assert "rank 1 (pid 1001) was killed by SIGKILL when training was over" in world.told[-1]
+
+
 def test_a_replacement_that_ends_before_it_takes_part_does_not_end_training(world):
     world.end(3)
     assert world.end(4, code=0) is Verdict.LOST

@@ -12,7 +12,7 @@ from paceline.launch.job_page import JobPage, Word, find_job_pages
 
 __all__ = ["add_arguments", "run", "send_scale_request"]
 
-_ANSWER_S = 5.0
+_ANSWER_S = 30.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
