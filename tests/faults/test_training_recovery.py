@@ -75,7 +75,7 @@ SCRIPT = """
     around(ElasticExchange, "gather", "gather", "after gather", 1)
     around(ElasticExchange, "average_nodes", "average", "after average", 2)
     around(checkpoint_directory, "write_archive", "save")
-    around(Generations, "_hand_over", "hand over", rank=1)
+    around(Generations, "_hand_over", "hand over", rank=None)
     around(Communicator, "join", "forming", rank=None)
     if is_new:
         around(Communicator, "join", "new forming", "new formed", None)
@@ -143,9 +143,9 @@ PLACES = [
     "after average",
     "optimizer step",
     "between batches",
-    "save",
-    "forming",
     "hand over",
+    "forming",
+    "save",
 ]
 PLACES_OF_NEWCOMERS = ["new forming", "new formed", "new handed over to"]
 

@@ -45,6 +45,7 @@ class ElasticGroup:
         self._store, self._wait_s = store, wait_s
         self._timeout = timeout or default_pg_timeout
         self._generation: Generation | None = None
+        self.has_left = False  # this process was asked to leave, and the job goes on without it
 
     @property
     def number(self) -> int:
@@ -65,6 +66,7 @@ class ElasticGroup:
         self.job.ready()
         while not self.enter_next():
             pass
+        self.has_left = False
 
     def enter_next(self) -> bool:
         """Leave the current generation and join the newest one after it; False if that one goes on
@@ -78,6 +80,7 @@ class ElasticGroup:
             self._generation = self.job.wait_beyond(self.number, self._wait_s)
             rank = self._generation.rank_of(self.job.member)
             if rank is None:
+                self.has_left = True
                 return False
             if self._form(self._generation, rank):
                 return True

@@ -60,7 +60,7 @@ from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
 from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
-from paceline.training.state_digest import digest_line, tensor_digest
+from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
 from paceline.training.work_sharing import WorkSharing
 
 __all__ = ["Training"]
@@ -269,6 +269,8 @@ class Training:
     def _end_batch(self) -> bool:
         """Between two batches; True if training is to stop."""
         generations = self._generations
+        if (path := os.environ.get(DIGESTS)) and self._exchange.rank == 0:
+            append_line(path, self.digest())
         if generations is not None and not generations.end_batch(self._step):
             self._stopping = True
         elif self._saves is not None and (generations is None or generations.is_settled):
