@@ -20,10 +20,11 @@ unexport PYTHONDONTWRITEBYTECODE
 # mpirun comes with the test dependencies.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help train test check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
+.PHONY: help train demo test check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
 
 help:
 	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
+	@echo "make demo         kill ranks while a model trains, and compare the bits of every step"
 	@echo "make test         the whole test suite (options: make test ARGS='-k sampler')"
 	@echo "make check        lint, strict types, fast tests"
 	@echo "make bench        all benchmarks, tables on the terminal"
@@ -51,6 +52,9 @@ setup: $(VENV)/.installed-dev
 
 train: $(VENV)/.installed
 	$(BIN)/python examples/digits.py $(ARGS)
+
+demo: $(VENV)/.installed
+	$(BIN)/paceline chaos $(ARGS) -- examples/exact.py --epochs 10
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)

@@ -309,6 +309,14 @@ PLC_API uint64_t plc_meeting_bytes(uint32_t ranks); /* of shared memory, zero at
 PLC_API int plc_meet(plc_comm *comm, void *meeting, uint32_t number, const uint8_t *present,
                      const uint64_t *numbers, uint64_t *out, int64_t timeout_ns);
 
+/* --- claims: things that are to be done once, by whichever rank comes first
+ * ------------------ */
+#define PLC_CLAIM_RANK_BITS 16
+/* 1 if this call claimed the word (8 bytes of shared memory, zero at first) for this round, 0 if it
+ * was claimed already. Rounds begin with 1 and grow. A word holds the round, shifted by
+ * PLC_CLAIM_RANK_BITS, and the rank of its last claim. */
+PLC_API int plc_claim(void *word, uint64_t round, uint32_t rank);
+
 /* --- flags: words in shared memory that one process raises and another waits for; no communicator
  * needed ---------- */
 PLC_API uint64_t plc_flag_bytes(void); /* memory of a flag, aligned to as much, zero at first */

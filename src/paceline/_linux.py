@@ -36,7 +36,9 @@ __all__ = [
     "host_identity",
     "is_running",
     "open_descriptor_of",
+    "open_memory_of",
     "outlive_parent",
+    "own_processes",
     "process_ids",
     "read_stat",
     "signal_when_parent_ends",
@@ -176,6 +178,17 @@ def can_find_written_pages() -> bool:
         return False
 
 
+def open_memory_of(pid: int, name: str) -> Iterator[int]:
+    """Everything that a process has open and that `anonymous_memory` gave this name; read-only. The
+    caller closes the descriptors.
+    """
+    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if os.readlink(entry.path).startswith(f"/memfd:{name}"):
+                    yield os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+
+
 # ------------------------------------------------------------- other processes
 
 
@@ -227,6 +240,15 @@ def process_ids() -> Iterator[int]:
         for entry in entries:
             if entry.name.isdigit():
                 yield int(entry.name)
+
+
+def own_processes() -> Iterator[int]:
+    """The processes of this user."""
+    user = os.geteuid()
+    for pid in process_ids():
+        with contextlib.suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == user:
+                yield pid
 
 
 def is_running(pid: int) -> bool:

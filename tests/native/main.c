@@ -20,6 +20,7 @@ static const scenario scenarios[] = {
     SCENARIO(updates),
     SCENARIO(sums),
     SCENARIO(meetings),
+    SCENARIO(claims),
     SCENARIO(mismatch),
     SCENARIO(mismatch_submitted),
     SCENARIO(abort_by_thread),

@@ -20,6 +20,7 @@ void two_groups(uint64_t seed);
 void updates(uint64_t seed);
 void sums(uint64_t seed);
 void meetings(uint64_t seed);
+void claims(uint64_t seed);
 
 /* failures.c: what must fail, in the right way, on every rank */
 void mismatch(uint64_t seed);

@@ -194,3 +194,38 @@ void meetings(uint64_t seed) {
     free(shared);
     end_world(&w);
 }
+
+/* --- claims: each thing is claimed once in every round ---------------------------------------- */
+enum { ROUNDS = 300, THINGS = 7 };
+
+typedef struct {
+    uint64_t words[THINGS];
+    uint32_t done[ROUNDS][THINGS]; /* not atomic: whoever has the claim is alone */
+} claimed_work;
+
+static void claim_and_work(rank_thread *self) {
+    claimed_work *work = self->in->shared;
+    for (uint32_t round = 1; round <= ROUNDS; round++) {
+        uint32_t first = (uint32_t)below(&self->mine, THINGS);
+        for (uint32_t i = 0; i < THINGS; i++) {
+            uint32_t thing = (first + i) % THINGS;
+            if (plc_claim(&work->words[thing], round, self->rank)) work->done[round - 1][thing]++;
+        }
+        CHECK_STATUS(PLC_OK, barrier(self));
+        for (uint32_t thing = 0; thing < THINGS; thing++) {
+            CHECK(work->done[round - 1][thing] == 1, "%u times", work->done[round - 1][thing]);
+            CHECK(plc_claim(&work->words[thing], round, self->rank) == 0, "claimed again");
+        }
+        CHECK_STATUS(PLC_OK, barrier(self));
+    }
+}
+
+void claims(uint64_t seed) {
+    world w = new_world(4, 20000);
+    claimed_work *work = calloc(1, sizeof *work);
+    CHECK(work != NULL, "no memory");
+    w.shared = work;
+    run_world(&w, claim_and_work, seed);
+    free(work);
+    end_world(&w);
+}

@@ -16,7 +16,15 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import ConfigError, MismatchError, StepError
-from paceline.training import group_exchange, shard_buffers, shard_gradients, shard_pass, tree_sum
+from paceline.data import batch_requests
+from paceline.training import (
+    balance,
+    group_exchange,
+    shard_buffers,
+    shard_gradients,
+    shard_pass,
+    tree_sum,
+)
 from paceline.training.shard_plan import ShardPlan
 from tests.harness import init_group, run_ranks
 from tests.harness.exact_models import CASES, classify_wide, digest, make, run, train, wide
@@ -77,11 +85,11 @@ def test_any_other_deal_gives_the_same_bits(alone):
 def with_another_deal(rank, world, backend):
     """Odd and even shards apart, and a rank with none."""
 
-    def scattered(shards, ranks):
+    def scattered(self, shards):
         owners = [1 if shard.number % 2 else 2 for shard in shards]
-        return [[s for s, o in zip(shards, owners, strict=True) if o == r] for r in range(ranks)]
+        return [[s for s, o in zip(shards, owners, strict=True) if o == r] for r in range(world)]
 
-    paceline.training.training.deal = scattered
+    balance.Balance.deal = scattered
     init_group(backend)
     return {name: train(name, STEPS) for name in CASES}
 
@@ -174,6 +182,11 @@ def break_random_numbers_of_python():
     shard_pass.seed_generators = lambda seed: torch.manual_seed(seed % 2**63)
 
 
+def break_random_numbers_of_samples():
+    """A sample draws from where the sample before has left the generators."""
+    batch_requests.sample_seeds = lambda *_: None
+
+
 def break_buffers():
     """A shard starts from the buffers that the shard before has left."""
     shard_buffers.NamedBuffer.set = lambda self, tensor, value: None
@@ -219,6 +232,7 @@ RULES = {
     break_rows: "mlp",
     break_random_numbers: "transformer",
     break_random_numbers_of_python: "noisy",
+    break_random_numbers_of_samples: "mlp",
     break_buffers: "cnn",
     break_tree: "mlp",
     break_clipping: "cnn",
@@ -256,7 +270,7 @@ def test_audits_change_nothing_and_find_nothing(alone):
 def with_a_broken_processor(rank, world):
     """One bit of one gradient of rank 1 is wrong from the fourth step on."""
     init_group("paceline")
-    model, optimizer, training = make("mlp", audit_every=1)
+    model, optimizer, training = make("mlp", audit_every=1, steal=False)
     for epoch in training.epochs(2):
         for batch in training.batches():
             for x, y in batch.shards():
@@ -283,7 +297,7 @@ def scaled(rank, world, local_only):
         init_group("gloo")
     if local_only:
         group_exchange.GroupExchange.average_nodes = lambda self, own, *_: next(iter(own.values()))
-    model, optimizer, training = make("mlp")
+    model, optimizer, training = make("mlp", steal=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
     for batch in training.batches():
         for number, (x, y) in enumerate(batch.shards()):
@@ -323,7 +337,7 @@ def differently_initialised(rank, world):
 
 def forgets_backward(rank, world, backend):
     init_group(backend)
-    model, _, training = make("mlp")
+    model, _, training = make("mlp", steal=False)
     for batch in training.batches():
         for x, y in batch.shards():
             loss = F.cross_entropy(model(x), y)

@@ -37,6 +37,7 @@ class World:
         self.settled: dict[int, int] = {}
         self.told: list[str] = []
         self.orders: list = []
+        self.doomed: set[int] = set()  # killed, but its end was not noticed yet
         self.deaths = self.starts = 0
         self.is_over = False
         self.decide()
@@ -105,9 +106,12 @@ class World:
                 self.generations.append(order.generation)
             case Terminate():
                 self.leaving.add(order.member_id)
-            case Kill() | EndJob():
+            case Kill():
                 assert order.member_id in self.alive
-                self.is_over |= isinstance(order, EndJob)
+                self.doomed.add(order.member_id)
+            case EndJob():
+                assert order.member_id in self.alive
+                self.is_over = True
             case Tell():
                 self.told.append(order.text)
 
@@ -394,6 +398,28 @@ def test_when_a_rank_is_done_nobody_joins_and_late_ones_are_not_needed(world):
     assert len(world.told) == 1, "the end needs no words"
 
 
+def test_the_first_ranks_train_although_one_of_them_does_not():
+    world = World(low=3, high=3)
+    assert world.end(1, code=0) is Verdict.FINISHED
+    world.ready(0)
+    world.ready(2)
+    assert world.newest == [0, 2]
+
+
+def test_a_rank_killed_when_others_are_done_fails_the_job(world):
+    world.end(0, code=0)
+    assert world.end(1) is Verdict.FATAL
+    assert "rank 1 (pid 1001) was killed by SIGKILL when training was over" in world.told[-1]
+
+
+def test_a_replacement_that_ends_before_it_takes_part_does_not_end_training(world):
+    world.end(3)
+    assert world.end(4, code=0) is Verdict.LOST
+    world.wait(1.0)
+    world.all_ready()
+    assert world.newest == [0, 1, 2, 3]
+
+
 def test_a_script_without_training_ends_as_it_would_elsewhere():
     world = World(high=2)
     assert world.end(0, code=0) is Verdict.FINISHED
@@ -475,10 +501,8 @@ def _let_settle(world, step):
         is_complete = world.generations and len(world.newest) == world.membership.target
         if world.is_over or (is_complete and len(world.alive) == world.membership.target):
             return
-        killed = [order.member_id for order in world.orders if isinstance(order, Kill)]
-        for member in killed:
-            if member in world.alive:
-                world.end(member)
+        for member in world.doomed & set(world.alive):
+            world.end(member)
         world.all_ready()
         if world.generations:
             step += 1

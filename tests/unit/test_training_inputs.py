@@ -13,7 +13,6 @@ from torch.utils.data import Dataset, get_worker_info
 import paceline
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_plan import ShardPlan
-from paceline.training.shard_queue import ShardQueue
 from tests.harness.exact_models import Augmented
 
 SAMPLES, BATCH, SHARDS = 75, 32, 5
@@ -139,13 +138,3 @@ def test_inputs_that_were_changed_are_loaded_anew():
     loaded = dataset.loaded
     assert batch.of(second) is kept
     assert dataset.loaded == loaded
-
-
-def test_shards_that_are_handed_over_come_last():
-    shards = shards_of(0)
-    queue = ShardQueue([shards[:2], shards[2:]], 0, None)
-    assert [queue.next().shard.number for _ in range(2)] == [0, 1]
-    assert queue.next() is None
-    queue.hand_over(shards[3:])
-    assert [queue.next().shard.number for _ in range(2)] == [3, 4]
-    assert queue.next() is None

@@ -7,6 +7,9 @@ one is the mean step of its best round, on the slowest rank:
                what V small batches cost by themselves
     training   `paceline.Training` with V shards
     ddp        `paceline.DistributedDataParallel` with the whole share of a rank at once
+
+With `--slow-rank` the last rank pauses after each of its shards for as long as the shard took, and
+`Training` is compared with and without `steal`.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from paceline.bench.bench_tools import join_group, print_table, write_json
 from paceline.bench.models import Case, cases
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = ["add_arguments", "run"]
+
+_Steps: TypeAlias = dict[str, Callable[[], object]]
 
 _MODELS = ("mlp-64", "mlp-100-layers", "cnn-batchnorm", "mlp-17m", "transformer", "lstm")
 
@@ -42,6 +47,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shards-per-rank", default="1,2,4,8", help="comma-separated (default: 1,2,4,8)"
     )
     parser.add_argument("--backend", default="paceline", help="of the group (default: paceline)")
+    parser.add_argument(
+        "--slow-rank",
+        action="store_true",
+        help="let the last rank compute at half its speed; compare steal=True and steal=False",
+    )
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
 
 
@@ -61,13 +71,14 @@ def run(options: argparse.Namespace) -> int:
             names,
             per_rank,
             options.rounds,
+            options.slow_rank,
             directory,
             result,
         )
         start_processes(_run_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
         with open(result) as file:
             figures: dict[str, Any] = json.load(file)
-    _print(figures, options.ranks)
+    (_print_slow_rank if options.slow_rank else _print)(figures, options.ranks)
     if options.json:
         write_json(options.json, figures)
     return 0
@@ -83,31 +94,51 @@ def _run_rank(
     names: list[str],
     per_rank: list[int],
     rounds: int,
+    slow_rank: bool,
     directory: str,
     result: str,
 ) -> None:
     import torch.distributed as dist
 
     join_group(backend, directory, rank, world)
-    figures = {name: _measure(cases()[name], per_rank, rounds) for name in names}
+    steps = _steps_beside_a_slow_rank if slow_rank else _steps
+    figures = {
+        name: _measure(cases()[name], steps(cases()[name], per_rank), rounds) for name in names
+    }
     if rank == 0:
         write_json(result, figures)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _measure(case: Case, per_rank: list[int], rounds: int) -> dict[str, float]:
-    """Mean step of the best round in microseconds, by variant: "ddp", "bare 4", "training 4"."""
+def _steps(case: Case, per_rank: list[int]) -> _Steps:
+    """Variants "ddp", "bare 4", "training 4"."""
+    steps = {"ddp": _ddp_step(case)}
+    for count in _possible(case, per_rank):
+        steps[f"bare {count}"] = _bare_step(case, count)
+        steps[f"training {count}"] = _training_step(case, count)
+    return steps
+
+
+def _steps_beside_a_slow_rank(case: Case, per_rank: list[int]) -> _Steps:
+    """Variants "stealing 4", "even 4"."""
+    steps = {}
+    for count in _possible(case, per_rank):
+        steps[f"even {count}"] = _training_step(case, count, slow_rank=True, steal=False)
+        steps[f"stealing {count}"] = _training_step(case, count, slow_rank=True)
+    return steps
+
+
+def _possible(case: Case, per_rank: list[int]) -> list[int]:
+    """A shard has at least two samples, which BatchNorm needs."""
+    return [count for count in per_rank if len(case.batch()) // count > 1]
+
+
+def _measure(case: Case, steps: _Steps, rounds: int) -> dict[str, float]:
+    """Mean step of the best round in microseconds, by variant."""
     import torch
     import torch.distributed as dist
 
-    samples = len(case.batch())
-    # A shard has at least two samples, which BatchNorm needs.
-    counts = [count for count in per_rank if samples // count > 1]
-    steps: dict[str, Callable[[], object]] = {"ddp": _ddp_step(case)}
-    for count in counts:
-        steps[f"bare {count}"] = _bare_step(case, count)
-        steps[f"training {count}"] = _training_step(case, count)
     for step in steps.values():
         for _ in range(3):
             step()
@@ -167,7 +198,9 @@ def _bare_step(case: Case, count: int) -> Callable[[], object]:
     return step
 
 
-def _training_step(case: Case, count: int) -> Callable[[], object]:
+def _training_step(
+    case: Case, count: int, *, slow_rank: bool = False, steal: bool = True
+) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
 
@@ -179,13 +212,17 @@ def _training_step(case: Case, count: int) -> Callable[[], object]:
     batch, world = case.batch(), dist.get_world_size()
     dataset: Any = _Prepared(batch, world * 1000)
     loader = paceline.DataLoader(dataset, len(batch) * world, collate_fn=_first, seed_samples=False)
-    training = paceline.Training(model, optimizer, loader, shards=count * world)
+    training = paceline.Training(model, optimizer, loader, shards=count * world, steal=steal)
+    is_slow = slow_rank and dist.get_rank() == world - 1
 
     def train() -> Iterator[None]:
         for _ in itertools.count():
             for global_batch in training.batches():
                 for shard in global_batch.shards():
+                    began = time.perf_counter()
                     model(shard).square().mean().backward()
+                    if is_slow:
+                        time.sleep(time.perf_counter() - began)
                 optimizer.step()
                 optimizer.zero_grad()
                 yield
@@ -239,6 +276,28 @@ def _print(figures: dict[str, dict[str, float]], ranks: int) -> None:
     print_table(
         f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
         ("model", "shards", "bare loop", "training", "/ bare", "/ ddp"),
+        rows,
+        text_columns=("model",),
+    )
+
+
+def _print_slow_rank(figures: dict[str, dict[str, float]], ranks: int) -> None:
+    rows = []
+    for name, times in figures.items():
+        for count in [int(key.split()[1]) for key in times if key.startswith("even")]:
+            even, stealing = times[f"even {count}"], times[f"stealing {count}"]
+            rows.append(
+                (
+                    name,
+                    str(count * ranks),
+                    f"{even / 1e3:.3f} ms",
+                    f"{stealing / 1e3:.3f} ms",
+                    f"{even / stealing:.3f}",
+                )
+            )
+    print_table(
+        f"one training step, {ranks} ranks x 1 thread, the last at half its speed, best round",
+        ("model", "shards", "steal=False", "steal=True", "faster by"),
         rows,
         text_columns=("model",),
     )

@@ -21,6 +21,8 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
     "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
+    "scale": ("paceline.cli.scale", "change the number of ranks of a running elastic job"),
+    "chaos": ("paceline.cli.chaos", "train under faults, and compare the bits of every step"),
     "report": ("paceline.cli.report", "make a page of a recorded timeline"),
     "diff": ("paceline.cli.diff", "find where two runs of paceline.Training part"),
     "bench": (

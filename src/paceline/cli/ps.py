@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import sys
@@ -12,10 +13,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from paceline.diagnostics.diagnosis import RankView, diagnose
 from paceline.diagnostics.rank_table import table
 from paceline.diagnostics.stall_watcher import look_at_job, main_stacks
+from paceline.launch.generation import Generation
+from paceline.launch.job_page import JobPage, Word, find_job_pages
 
 __all__ = ["add_arguments", "run"]
 
 _REFRESH_S = 0.5
+_GENERATIONS_SHOWN = 5
+_RANGE = (Word.MIN_RANKS, Word.MAX_RANKS, Word.TARGET)
 _NOTHING_RUNS = "none of your ranks are running on this host"
 
 
@@ -62,9 +67,15 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
     now = time.monotonic_ns()
     running = (now - min(view.page.started_ns for view in views if view.page is not None)) / 1e9
     here = "" if len(views) == page.world else f" ({len(views)} of them on this host)"
+    ranks, generations = f"{page.world} ranks{here}", ""
+    for elastic in find_job_pages(page.job):
+        ranks, generations = _count_members(elastic), _list_generations(elastic, now)
+        views = [_by_slot(view, elastic) for view in views]
+        elastic.close()
     lines = [
-        f"{page.script}  job {page.job[:8]}  {page.world} ranks{here}  running for {running:.0f} s",
+        f"{page.script}  job {page.job[:8]}  {ranks}  running for {running:.0f} s",
         table(views, now),
+        *([generations] if generations else []),
     ]
     # To someone who asks, even a wait of a second is worth a sentence.
     diagnosis = diagnose(views, now, 10**9)
@@ -74,6 +85,35 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
     if diagnosis is not None:
         lines.append(f"so far: {diagnosis.sentence}")
     return "\n".join(lines)
+
+
+def _count_members(page: JobPage) -> str:
+    newest = page.newest()
+    count = 0 if newest is None else len(newest.generation.members)
+    low, high, target = (page.words[word] for word in _RANGE)
+    aim = "" if count == target else f", {target} wanted"
+    return f"{count} rank{'' if count == 1 else 's'} (elastic {low}:{high}{aim})"
+
+
+def _list_generations(page: JobPage, now_ns: int) -> str:
+    """The latest changes of members, the newest last."""
+    return "\n".join(
+        f"  generation {published.generation.number}, {(now_ns - published.began_ns) / 1e9:.0f} s "
+        f"ago: ranks {_slots(published.generation)}: {published.generation.reason}"
+        for published in page.latest_published()[-_GENERATIONS_SHOWN:]
+    )
+
+
+def _slots(generation: Generation) -> str:
+    return " ".join(str(member.slot) for member in generation.members)
+
+
+def _by_slot(view: RankView, page: JobPage) -> RankView:
+    """Ranks of an elastic job are called by their slots, which do not change with its members."""
+    for slot in range(page.max_ranks):
+        if page.pid_in(slot) == view.pid:
+            return dataclasses.replace(view, rank=slot)
+    return view
 
 
 def _watch(options: argparse.Namespace) -> int:

@@ -289,6 +289,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_square_sums_with": (_I32, [C.c_char_p, C.POINTER(Update), _PTR]),
     "plc_meeting_bytes": (_U64, [_U32]),
     "plc_meet": (_I32, [_PTR, _PTR, _U32, _PTR, _PTR, _PTR, _I64]),
+    "plc_claim": (_I32, [_PTR, _U64, _U32]),
     "plc_flag_bytes": (_U64, []),
     "plc_flag_raise": (None, [_PTR]),
     "plc_flag_wait": (_I32, [_PTR, _U32, _I32, _I64, _I64]),

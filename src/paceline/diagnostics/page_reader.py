@@ -11,14 +11,13 @@ whose page is another version's, has none.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import struct
 import time
 from collections.abc import Iterator
 
-from paceline._linux import process_ids
+from paceline._linux import open_memory_of, own_processes
 from paceline.telemetry.status_page import (
     CALL_AT,
     JOB_AT,
@@ -131,7 +130,7 @@ class StatusPage:
 
 def read_page(pid: int) -> StatusPage | None:
     """The page of a process; None if it has none yet, is gone, or belongs to another user."""
-    for descriptor in _open_pages(pid):
+    for descriptor in open_memory_of(pid, MEMFD_NAME):
         try:
             page = parse_page(_consistent_copy(descriptor))
         finally:
@@ -146,27 +145,10 @@ def find_pages(job: str | None = None) -> list[StatusPage]:
     """The pages of all ranks of this user on this host, or of one job's."""
     pages = [
         page
-        for pid in _own_processes()
+        for pid in own_processes()
         if (page := read_page(pid)) is not None and job in (None, page.job)
     ]
     return sorted(pages, key=lambda page: (page.started_ns // 10**10, page.job, page.rank))
-
-
-def _own_processes() -> Iterator[int]:
-    user = os.geteuid()
-    for pid in process_ids():
-        with contextlib.suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == user:
-                yield pid
-
-
-def _open_pages(pid: int) -> Iterator[int]:
-    """Everything the process has open that is named as a page."""
-    with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError):
-                if os.readlink(entry.path).startswith(f"/memfd:{MEMFD_NAME}"):
-                    yield os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
 
 
 def _consistent_copy(descriptor: int) -> bytes:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime
 import sys
 import time
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from paceline.errors import GroupAborted, NativeError, PeerLost
@@ -46,6 +45,7 @@ class ElasticGroup:
         self._store, self._wait_s = store, wait_s
         self._timeout = timeout or default_pg_timeout
         self._generation: Generation | None = None
+        self.has_left = False  # this process was asked to leave, and the job goes on without it
 
     @property
     def number(self) -> int:
@@ -66,6 +66,7 @@ class ElasticGroup:
         self.job.ready()
         while not self.enter_next():
             pass
+        self.has_left = False
 
     def enter_next(self) -> bool:
         """Leave the current generation and join the newest one after it; False if that one goes on
@@ -79,6 +80,7 @@ class ElasticGroup:
             self._generation = self.job.wait_beyond(self.number, self._wait_s)
             rank = self._generation.rank_of(self.job.member)
             if rank is None:
+                self.has_left = True
                 return False
             if self._form(self._generation, rank):
                 return True
@@ -90,6 +92,21 @@ class ElasticGroup:
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def becomes_obsolete(self) -> bool:
+        """Whether the current generation has lost a member or been replaced, or will have been as
+        soon as the launcher notices.
+        """
+        deadline = time.monotonic() + _NOTICE_S
+        while not self._is_obsolete():
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
+
+    def _is_obsolete(self) -> bool:
+        assert self._generation is not None
+        return self.job.latest() > self.number or self.job.has_lost(self._generation)
+
     def _form(self, generation: Generation, rank: int) -> bool:
         """Make the default group with all members; False if the generation has become obsolete."""
         import torch.distributed as dist
@@ -97,18 +114,15 @@ class ElasticGroup:
         from paceline._torch_internals import PrefixStore
         from paceline.backend.create import form_group
 
-        def is_obsolete() -> bool:
-            return self.job.latest() > generation.number or self.job.has_lost(generation)
-
         store = PrefixStore(generation.store_prefix, self._store)
         size = len(generation.members)
         try:
-            formed = form_group(store, rank, size, self._timeout, is_obsolete)
+            formed = form_group(store, rank, size, self._timeout, self._is_obsolete)
         except (PeerLost, GroupAborted):
             return False
         except NativeError:
             # The shared memory of a rank that has just ended, or an error of this machine's.
-            if not _becomes_true(is_obsolete, _NOTICE_S):
+            if not self.becomes_obsolete():
                 raise
             return False
         hook = sys.excepthook
@@ -123,12 +137,3 @@ class ElasticGroup:
         # Torch adds a hook of its own each time, and removes none of them.
         sys.excepthook = hook
         return True
-
-
-def _becomes_true(condition: Callable[[], bool], within_s: float) -> bool:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(0.001)
-    return True

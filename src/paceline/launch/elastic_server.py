@@ -343,10 +343,17 @@ class ElasticServer:
         del self._running[pid], self._pids[member.id]
         self._page.vacate(member.slot)
         verdict = self._membership.ended(member.id, exitcode, now)
+        if verdict is Verdict.LOST:
+            # What it has started, such as loader workers, has lost its purpose. Not SIGKILL:
+            # multiprocessing's resource tracker ignores SIGTERM, and cleans up.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, signal.SIGTERM)
         if verdict in {Verdict.LOST, Verdict.LEFT}:
             self._send(MemberLost(member.slot, exitcode, now))
         else:
             self._send(RankEnd(member.slot, exitcode, now))
+        if verdict is Verdict.FATAL and exitcode == 0:
+            self._send(StartFailure(f"rank {member.slot} ended before it took part"))
 
 
 def _serve_store(job: Job, address: str, port: int) -> NoReturn:

@@ -341,5 +341,9 @@ def local_world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0: the one that prints and writes."""
-    return rank() == 0
+    """Whether this is rank 0: the one that prints and writes. Never a rank that has left an elastic
+    job, which goes on without it.
+    """
+    context = current_context()
+    has_left = context is not None and context.elastic is not None and context.elastic.has_left
+    return rank() == 0 and not has_left

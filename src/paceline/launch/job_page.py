@@ -24,13 +24,13 @@ import struct
 import time
 import zlib
 
-from paceline._linux import anonymous_memory
+from paceline._linux import anonymous_memory, open_memory_of, own_processes
 from paceline.errors import NativeError
 from paceline.launch.generation import Generation, Member
 
-__all__ = ["JobPage", "MEMFD_NAME", "PublishedGeneration", "Word"]
+__all__ = ["JobPage", "PublishedGeneration", "Word", "find_job_pages"]
 
-MEMFD_NAME = "paceline-job"
+_MEMFD_NAME = "paceline-job"
 _MAGIC = 0x7061_6365_0E01  # changes with the layout
 _JOB_AT, _JOB_BYTES = 256, 64
 _SLOTS_AT = 512
@@ -65,9 +65,9 @@ class PublishedGeneration:
 class JobPage:
     """A mapped page. The process that made it writes, others read, a rank writes its own step."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, access: int = mmap.ACCESS_WRITE) -> None:
         self.descriptor = descriptor
-        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size)
+        self._memory = mmap.mmap(descriptor, os.fstat(descriptor).st_size, access=access)
         self.words = memoryview(self._memory).cast("q")
         if self.words[Word.MAGIC] != _MAGIC:
             raise NativeError(
@@ -80,7 +80,7 @@ class JobPage:
     def create(cls, job: str, *, min_ranks: int, max_ranks: int) -> JobPage:
         """A page of a job without members. Its descriptor is open in the caller."""
         nbytes = _records_at(max_ranks) + _RECORDS_KEPT * _record_bytes(max_ranks)
-        descriptor = anonymous_memory(MEMFD_NAME, nbytes)
+        descriptor = anonymous_memory(_MEMFD_NAME, nbytes)
         words = {
             Word.MAGIC: _MAGIC,
             Word.LATEST: -1,
@@ -192,6 +192,35 @@ class JobPage:
 
     def _record_at(self, number: int) -> int:
         return _records_at(self.max_ranks) + number % _RECORDS_KEPT * self._record_bytes
+
+
+def find_job_pages(job: str = "") -> list[JobPage]:
+    """The pages of this user's elastic jobs on this host, or of those whose id begins with `job`,
+    to be read. The caller closes them.
+    """
+    pages = []
+    for pid in own_processes():
+        if (page := _open_page_of(pid)) is None:
+            continue
+        if page.job.startswith(job):
+            pages.append(page)
+        else:
+            page.close()
+    return sorted(pages, key=lambda page: page.job)
+
+
+def _open_page_of(pid: int) -> JobPage | None:
+    """The page that a process has made; None if it only uses one, or has just begun to make it."""
+    for descriptor in open_memory_of(pid, _MEMFD_NAME):
+        try:
+            page = JobPage(descriptor, access=mmap.ACCESS_READ)
+        except (ValueError, NativeError):
+            os.close(descriptor)
+            continue
+        if page.words[Word.SERVER_PID] == pid:
+            return page
+        page.close()
+    return None
 
 
 def _slot_at(slot: int) -> int:

@@ -146,6 +146,13 @@ class _Process:
         pid = "" if self.pid is None else f" (pid {self.pid})"
         return f"rank {self.member.slot}{pid}"
 
+    def how_it_ended(self, exitcode: int) -> str:
+        """ "was killed by SIGKILL", "exited with code 3"."""
+        if self.kill_reason:
+            return self.kill_reason
+        how = describe_exit(exitcode)
+        return f"was {how}" if exitcode < 0 else how
+
     @property
     def is_member(self) -> bool:
         return self.standing is _Standing.MEMBER
@@ -251,14 +258,14 @@ class Membership:
         """A process has ended."""
         process = self._processes.pop(member_id)
         verdict = self._judge(process, exitcode)
-        how = describe_exit(exitcode) if not process.kill_reason else process.kill_reason
         if verdict is Verdict.FINISHED:
             self._phase = _Phase.FINISHING
             self._news.append(f"{process.name} is done")
         elif verdict is Verdict.FATAL:
             self._phase = _Phase.ENDING
         elif verdict is Verdict.LOST:
-            self._news.append(f"{process.name} {_was(how)}{self._at_step()}")
+            at_step = f" at step {self._job_step}" if self._job_step >= 0 else ""
+            self._news.append(f"{process.name} {process.how_it_ended(exitcode)}{at_step}")
             self._count_loss(process, now)
         return verdict
 
@@ -267,16 +274,24 @@ class Membership:
             return Verdict.ENDING
         if process.is_leaving:
             return Verdict.LEFT
-        if exitcode == 0:
+        if exitcode == 0 and not self._is_premature(process):
             return Verdict.FINISHED
         return Verdict.FATAL if self._is_fatal(process, exitcode) else Verdict.LOST
+
+    def _is_premature(self, process: _Process) -> bool:
+        """Whether a replacement has ended before it took part, while others train."""
+        others_train = any(other.step is not None for other in self._processes.values())
+        return not process.is_initial and process.step is None and others_train
 
     def _is_fatal(self, process: _Process, exitcode: int) -> bool:
         """Whether the job cannot go on without this process."""
         if self._failed == process.member.id:
             return True
         if self._phase is _Phase.FINISHING:
-            self._notices.append("training is over, so nobody can take its place")
+            self._notices.append(
+                f"{process.name} {process.how_it_ended(exitcode)} when training was over: nobody "
+                "can take its place any more"
+            )
             return True
         is_error = process.is_failing or exitcode not in _FROM_OUTSIDE
         if is_error and self._blame.count(process.member.id, self._next_id, self._job_step):
@@ -303,9 +318,6 @@ class Membership:
             back_off_s = min(_FIRST_BACK_OFF_S * 2**self._failed_starts, _LONGEST_BACK_OFF_S)
             self._failed_starts += 1
             self._start_at = now + back_off_s
-
-    def _at_step(self) -> str:
-        return f" at step {self._job_step}" if self._job_step >= 0 else ""
 
     # -- what to do --------------------------------------------------------------------------------
 
@@ -418,11 +430,16 @@ class Membership:
     def _choose_members(self) -> list[_Process]:
         """Who should be in the next generation."""
         is_open = self._phase is _Phase.TRAINING
+
+        def may_join(process: _Process) -> bool:
+            # One of the first may have ended without training, and the others want to.
+            return is_open or (process.is_initial and self._phase is _Phase.FINISHING)
+
         staying = [
             process
             for process in self._processes.values()
             if process.stays
-            and (process.is_member or (is_open and process.standing is _Standing.READY))
+            and (process.is_member or (process.standing is _Standing.READY and may_join(process)))
         ]
         leaving = [
             process
@@ -468,7 +485,3 @@ class _Blame:
         if self.errors == 0 or member_id >= self.next_id:
             self.errors, self.next_id = self.errors + 1, next_id
         return self.errors >= _ERRORS_IN_A_ROW
-
-
-def _was(how: str) -> str:
-    return f"was {how}" if how.startswith("killed") else how

@@ -167,7 +167,8 @@ def _tell_elastic_job(error: BaseException) -> None:
     """In an elastic job: it is an error that ends this rank, not a fate that a replacement may be
     spared.
     """
-    if ELASTIC not in os.environ or (isinstance(error, SystemExit) and not error.code):
+    is_success = isinstance(error, SystemExit) and error.code in (None, 0)
+    if ELASTIC not in os.environ or is_success:
         return
     from paceline.launch.elastic_job import current_elastic_job
 

@@ -223,9 +223,9 @@ class _Stop:
 class _Rank:
     """The launcher's side of one rank."""
 
-    def __init__(self, index: int, pid: int | None = None) -> None:
+    def __init__(self, index: int) -> None:
         self.index = index
-        self.pid = pid
+        self.pid: int | None = None
         self.report: Report | None = None
         self.end: RankEnd | None = None
         self._frame = bytearray()
@@ -281,6 +281,10 @@ class _ForkServer:
         if not self.connection.closed:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self.connection.send(message)
+
+    def has_message(self) -> bool:
+        """Whether there is more to receive now, be it that there is no more."""
+        return not self.connection.closed and self.connection.poll(0)
 
     def receive(self) -> ServerMessage | None:
         """Its next message; None when there is no more, and the connection is closed."""
@@ -373,7 +377,7 @@ class _JobRun:
         for key, _ in sorted(ready, key=lambda item: item[0].data[0] != "control"):
             kind, rank = key.data
             if kind == "control":
-                self._on_message(self._fork_server.receive())
+                self._on_messages()
             elif kind == "wake":
                 self._requests.clear_wake_up()
             else:
@@ -398,6 +402,12 @@ class _JobRun:
                     if key.data[0] == stream:
                         self._selector.unregister(key.fd)
                         paused[key.fd] = key.data[1]
+
+    def _on_messages(self) -> None:
+        """All there are: a rank's pipes are read when it is known whose they are."""
+        self._on_message(self._fork_server.receive())
+        while self._fork_server.has_message():
+            self._on_message(self._fork_server.receive())
 
     def _on_message(self, message: ServerMessage | None) -> None:
         match message:
@@ -426,7 +436,7 @@ class _JobRun:
     def _on_elastic_message(self, message: ElasticMessage) -> None:
         match message:
             case MemberStarted():
-                self._ranks[message.rank] = _Rank(message.rank, message.pid)
+                self._ranks[message.rank].pid = message.pid
             case MemberLost():
                 self._forget_life(self._ranks[message.rank])
             case RankFailing():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from paceline.training.gradient_sums import Gradients
-from paceline.training.group_exchange import Exchange, Facts, Message, SingleRank
+from paceline.training.group_exchange import Exchange, Facts, Message
 from paceline.training.parameter_set import Forms
 from paceline.training.shard_plan import BatchPlan
 from paceline.training.tree_sum import Node
@@ -35,15 +35,15 @@ class Note(NamedTuple):
 class ElasticExchange:
     """An `Exchange` whose ranks change. `heard` has the notes of the last gather, by rank."""
 
-    def __init__(self, note: Callable[[], Note]) -> None:
+    def __init__(self, exchange: Exchange, note: Callable[[], Note]) -> None:
         self._note = note
         self.heard: list[Note] = []
-        self.use(SingleRank())
+        self.use(exchange)
 
     def use(self, exchange: Exchange) -> None:
         """Exchange with other ranks from now on."""
         self._current = exchange
-        self.rank, self.size = exchange.rank, exchange.size
+        self.rank, self.size, self.sharing = exchange.rank, exchange.size, exchange.sharing
 
     def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
         messages = self._current.gather({**facts, _NOTE: self._note()}, tensors)

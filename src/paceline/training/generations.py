@@ -11,20 +11,23 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from paceline.errors import CollectiveTimeout, GroupError
+from paceline.data.changing_ranks import share_of_range
+from paceline.errors import CollectiveTimeout, GroupError, NativeError
 from paceline.launch.elastic_group import ElasticGroup
 from paceline.launch.process_context import ProcessContext
 from paceline.launch.save_agreement import NO_REQUEST, SaveRequest
 from paceline.training.elastic_exchange import ElasticExchange, Note
-from paceline.training.group_exchange import Exchange, SingleRank
+from paceline.training.group_exchange import Exchange
 from paceline.training.rounds import Standing, Turn, decide, giver
 
 __all__ = ["Generations"]
+
+_Part = TypeVar("_Part")
 
 
 class Generations:
@@ -33,7 +36,8 @@ class Generations:
     Args:
         group: enters and leaves generations.
         context: of this process; it hears the signals.
-        new_exchange: makes the exchange of the default group.
+        alone: the exchange of a rank without others.
+        new_exchange: makes that of the default group.
         start: what ranks do together that are all new.
         give: the state for newcomers.
         take: load such a state.
@@ -44,13 +48,15 @@ class Generations:
         group: ElasticGroup,
         context: ProcessContext,
         *,
+        alone: Exchange,
         new_exchange: Callable[[], Exchange],
         start: Callable[[], None],
         give: Callable[[], Mapping[str, Any]],
         take: Callable[[Mapping[str, Any]], None],
     ) -> None:
         self._group = group
-        self._new_exchange, self._start, self._give, self._take = new_exchange, start, give, take
+        self._alone, self._new_exchange = alone, new_exchange
+        self._start, self._give, self._take = start, give, take
         self._signals = context.save_listener()
         self._has_asked_to_leave = False
         # Passes completed and batches ended, together; None before this rank has a state.
@@ -59,7 +65,7 @@ class Generations:
         self.has_left = False
         self._together: Exchange | None = None  # with all of the generation, once made
         self._saved_at = time.monotonic()
-        self.exchange = ElasticExchange(self._own_note)
+        self.exchange = ElasticExchange(alone, self._own_note)
 
     def begin(self) -> None:
         """Join the job, and return with a state to go on from: that of the others, if they have
@@ -73,16 +79,16 @@ class Generations:
         assert self._progress is not None
         self._progress += 1
 
-    def recover(self, error: GroupError) -> None:
+    def recover(self, error: GroupError | NativeError) -> None:
         """The others were lost in the middle of a batch. Afterwards the exchange is one that works:
         with the next generation, or alone, until the end of the batch.
 
         Raises:
-            GroupError: the same one, if nobody was lost.
+            GroupError, NativeError: the same one, if nobody was lost.
         """
-        if isinstance(error, CollectiveTimeout):
-            raise error
+        self._check_is_loss(error)
         self._meet(between_batches=False, lost=error)
+        self.exchange.sharing.join_pass()
 
     def end_batch(self, step: int) -> bool:
         """Between two batches: change to a newer generation if all know of one. False if this rank
@@ -100,6 +106,34 @@ class Generations:
     def report_step(self, step: int) -> None:
         """Tell the launcher that this rank has the state after so many steps."""
         self._group.job.report_step(step)
+
+    # --- evaluation: `ChangingRanks` --------------------------------------------------------------
+
+    def own_share(self, samples: range) -> range:
+        """What this rank evaluates of some samples."""
+        return share_of_range(samples, self.exchange.rank, self.exchange.size)
+
+    def gather_parts(self, parts: list[_Part]) -> list[_Part] | None:
+        """Every rank's parts of an evaluation; None if ranks were lost, and the others are to try
+        again.
+        """
+        if self.exchange.size == 1:
+            return parts
+        every: list[Any] = [None] * self.exchange.size
+        error: GroupError | NativeError | None = None
+        try:
+            dist.all_gather_object(every, parts)
+        except (GroupError, NativeError) as raised:
+            error = raised
+        if error is not None:
+            self._check_is_loss(error)
+            self._meet(between_batches=False, lost=error)
+            return None
+        return [part for own in every for part in own]
+
+    def count_evaluation(self) -> None:
+        """An evaluation is complete: as much a step of the script as a pass."""
+        self.count_pass()
 
     @property
     def is_settled(self) -> bool:
@@ -137,7 +171,7 @@ class Generations:
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def _meet(self, *, between_batches: bool, lost: GroupError | None) -> None:
+    def _meet(self, *, between_batches: bool, lost: Exception | None) -> None:
         """Enter the next generation, unless this one is still being settled, and hold rounds until
         it is this rank's turn.
         """
@@ -145,20 +179,27 @@ class Generations:
         while True:
             if needs_next and not self._enter_next():
                 return
-            error: GroupError | None = None
+            error: GroupError | NativeError | None = None
             try:
                 if self._hold_round(between_batches) is not Turn.WAIT:
                     return
-            except CollectiveTimeout:
-                raise
-            except GroupError as raised:
+            except (GroupError, NativeError) as raised:
                 error = raised
             # Outside of the handler: an error that is being handled would be told to the others.
+            if error is not None:
+                self._check_is_loss(error)
             needs_next = error is not None
+
+    def _check_is_loss(self, error: GroupError | NativeError) -> None:
+        """Raise an error that the next generation would not mend."""
+        # Memory that was to be shared with a rank that has just ended, or an error of the machine.
+        is_other = isinstance(error, NativeError) and not self._group.becomes_obsolete()
+        if is_other or isinstance(error, CollectiveTimeout):
+            raise error
 
     def _enter_next(self) -> bool:
         """False if the next generation is without this rank, which then ends the batch alone."""
-        self.exchange.use(SingleRank())
+        self.exchange.use(self._alone)
         self._is_settled, self._together = False, None
         self.has_left = not self._group.enter_next()
         return not self.has_left
@@ -177,7 +218,7 @@ class Generations:
         elif turn is Turn.HAND_OVER:
             self._hand_over(standings)
         elif turn is Turn.ALONE:
-            self.exchange.use(SingleRank())
+            self.exchange.use(self._alone)
         self._is_settled = turn in (Turn.SETTLED, Turn.HAND_OVER, Turn.START)
         return turn
 

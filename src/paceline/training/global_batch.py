@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from paceline.errors import GroupError, StepError
+from paceline.errors import GroupError, NativeError, StepError
 from paceline.training.audit import Audit
 from paceline.training.shard_inputs import BatchInputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
 from paceline.training.shard_plan import BatchPlan
-from paceline.training.shard_queue import ShardQueue, Task
+from paceline.training.shard_queue import ShardQueue, Task, TaskKind
 from paceline.training.shard_random import ShardSeeds, seed_generators
 
 __all__ = ["GlobalBatch"]
@@ -109,16 +109,17 @@ class GlobalBatch:
         """The result of the pass; None if it is to be tried again, after the shards in the queue,
         if there are any.
         """
-        lost: GroupError | None = None
+        lost: GroupError | NativeError | None = None
         try:
-            outcome = work.complete(failure)
-        except GroupError as error:
+            outcome = work.complete(queue.pace(), failure)
+        except (GroupError, NativeError) as error:
             lost = error
         # Outside of the handler: an error that is being handled would be told to the other ranks.
         if lost is not None:
             self._setting.recover(lost)
-            return None
+            outcome = ()
         if isinstance(outcome, PassResult):
+            queue.close()
             return outcome
         queue.hand_over(outcome)
         return None
@@ -185,7 +186,7 @@ class GlobalBatch:
 
 def _end(work: ShardPass, task: Task) -> StepError | None:
     """Take what a shard has computed; what is wrong with it, all ranks must hear."""
-    if task.is_audit:
+    if task.kind is TaskKind.AUDIT:
         work.end_audit(task.shard)
         return None
     try:

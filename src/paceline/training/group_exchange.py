@@ -24,6 +24,7 @@ from paceline.training.parameter_set import Forms
 from paceline.training.shard_plan import BatchPlan
 from paceline.training.tensor_message import decode, encode
 from paceline.training.tree_sum import Node, TreeSum
+from paceline.training.work_sharing import WorkSharing
 
 __all__ = ["Exchange", "Facts", "GroupExchange", "Message", "SingleRank"]
 
@@ -44,6 +45,7 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+    sharing: WorkSharing
 
     def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
         """Every rank's facts and tensors, in the order of ranks."""
@@ -71,6 +73,9 @@ class SingleRank:
 
     rank, size = 0, 1
 
+    def __init__(self, sharing: WorkSharing) -> None:
+        self.sharing = sharing
+
     def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
         return [(facts, tensors)]
 
@@ -91,8 +96,8 @@ class SingleRank:
 class GroupExchange:
     """The ranks of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, group: dist.ProcessGroup, sharing: WorkSharing) -> None:
+        self._group, self.sharing = group, sharing
         self.rank, self.size = group.rank(), group.size()
         self._message_bytes = _FIRST_MESSAGE_BYTES
         kinds = device_types_of(group)

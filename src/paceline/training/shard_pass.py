@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.errors import GroupError, MismatchError, StepError
+from paceline.errors import GroupError, MismatchError, NativeError, StepError
 from paceline.training.audit import Audit, Digests, check_audit, digests_of
+from paceline.training.balance import Pace
 from paceline.training.gradient_sums import (
     DENSE,
     SPARSE,
@@ -56,15 +57,19 @@ class PassSetting:
     exchange: Exchange
     threads: int
     # Called when the ranks of the exchange are lost; returns if it can be tried again.
-    recover: Callable[[GroupError], None]
+    recover: Callable[[GroupError | NativeError], None]
 
 
 @dataclasses.dataclass(frozen=True)
 class PassResult:
-    """What a pass leaves beside gradients and buffers."""
+    """What a pass leaves beside gradients and buffers; of each rank, its pace and the shards that
+    it has computed.
+    """
 
     metrics: dict[str, float]
     changed_buffers: set[str]
+    paces: Sequence[Pace] = ()
+    computed: Sequence[Sequence[int]] = ()
 
 
 class ShardPass:
@@ -131,18 +136,21 @@ class ShardPass:
         self._gradients.clear()
         self._buffers.put_back()
 
-    def complete(self, failure: StepError | None = None) -> PassResult | Sequence[Shard]:
+    def complete(
+        self, pace: Pace, failure: StepError | None = None
+    ) -> PassResult | Sequence[Shard]:
         """Exchange everything with the other ranks; then `.grad` is final. Or else return shards
         that no rank has and this one is to compute before it calls again.
 
         Raises:
             StepError: a rank failed.
             MismatchError: ranks are not in the same step, or computed one shard differently.
-            GroupError: ranks were lost. It can be called again when there is an exchange again.
+            GroupError, NativeError: ranks were lost, perhaps while memory was shared with them. It
+                can be called again when there is an exchange again.
         """
         exchange = self._setting.exchange
         try:
-            received = exchange.gather(*self._own_message(failure))
+            received = exchange.gather(*self._own_message(pace, failure))
             messages = [_Message(*message) for message in received]
             self._check_places(messages, failure)
             computed = [message.shards for message in messages]
@@ -160,11 +168,19 @@ class ShardPass:
         changed = self._buffers.finish(by_shard)
         metrics = {number: sums for message in messages for number, sums in message.metrics.items()}
         seed_generators(self._seeds.after)
-        return PassResult(global_means(metrics[n] for n in sorted(metrics)), changed)
+        means_of_metrics = global_means(metrics[n] for n in sorted(metrics))
+        return PassResult(
+            means_of_metrics,
+            changed,
+            [message.pace for message in messages],
+            [message.shards for message in messages],
+        )
 
     # --- messages ---------------------------------------------------------------------------------
 
-    def _own_message(self, failure: StepError | None) -> tuple[dict[str, Any], list[torch.Tensor]]:
+    def _own_message(
+        self, pace: Pace, failure: StepError | None
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
         if failure is not None:
             return {"place": self._place, "failure": str(failure)}, []
         tensors: list[torch.Tensor] = []
@@ -184,6 +200,7 @@ class ShardPass:
             "buffers": buffers,
             "sparse": sparse,
             "audited": self._audited,
+            "pace": pace,
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
@@ -223,7 +240,7 @@ class ShardPass:
         nodes = self._nodes(messages)
         try:
             dense = self._average_dense(nodes, kinds)
-        except GroupError:
+        except (GroupError, NativeError):
             # The exchange may have used up what it was given.
             self._forget()
             raise
@@ -293,6 +310,7 @@ class _Message:
         self.kinds: GradientKinds = facts.get("kinds", "")
         self.metrics = dict(facts.get("metrics", []))
         self.audited: list[Digests] = facts.get("audited", [])
+        self.pace = Pace(*facts.get("pace", (None, 0.0)))
         following = iter(tensors)
         self.buffers: dict[int, BufferValues] = {
             shard: {number: next(following) for number in numbers}

@@ -10,13 +10,14 @@ shard before.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 
 from paceline.data.shares import share_of
 from paceline.errors import ConfigError
 
-__all__ = ["BatchPlan", "Shard", "ShardPlan", "deal"]
+__all__ = ["BatchPlan", "Shard", "ShardPlan", "deal", "deal_counts"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,8 +92,15 @@ class ShardPlan:
 
 
 def deal(shards: Sequence[Shard], world_size: int) -> list[Sequence[Shard]]:
-    """Each rank's shards: contiguous, so that few sums have to be exchanged, and as even as it
-    goes. Any other way would give the same bits.
+    """Each rank's shards, as even as it goes. Any other way would give the same bits."""
+    return deal_counts(
+        shards, [share_of(len(shards), rank, world_size).count for rank in range(world_size)]
+    )
+
+
+def deal_counts(shards: Sequence[Shard], counts: Sequence[int]) -> list[Sequence[Shard]]:
+    """Each rank's shards, given how many it gets: contiguous, so that few sums have to be
+    exchanged.
     """
-    parts = [share_of(len(shards), rank, world_size) for rank in range(world_size)]
-    return [shards[part.start : part.stop] for part in parts]
+    stops = itertools.accumulate(counts)
+    return [shards[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-__all__ = ["DIGEST_LINE", "digest_line", "tensor_digest"]
+__all__ = ["DIGESTS", "DIGEST_LINE", "append_line", "digest_line", "tensor_digest"]
+
+# The environment variable with the file that the digests of every step are appended to.
+DIGESTS = "PACELINE_DIGESTS"
 
 # How a line of digests begins, in a log among other lines.
 DIGEST_LINE = "paceline digest "
@@ -36,6 +40,15 @@ def digest_line(step: int, state: Mapping[str, Any]) -> str:
     """One line with a digest for everything in a state, by its path; numbers as they are."""
     digests = {path: _shown(leaf) for path, leaf in _leaves(state, "")}
     return DIGEST_LINE + json.dumps({"step": step, "digests": digests})
+
+
+def append_line(path: str, line: str) -> None:
+    """Append to a file that several processes write to: whole lines, each in one call."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        os.write(descriptor, f"{line}\n".encode())
+    finally:
+        os.close(descriptor)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Any]]:

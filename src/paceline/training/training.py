@@ -30,10 +30,13 @@ from torch.optim import Optimizer
 
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
+from paceline.backend.host_engine import HostEngine
+from paceline.backend.process_group import PacelineGroup
 from paceline.data import DataLoader
+from paceline.data.changing_ranks import set_ranks
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
-from paceline.errors import ConfigError, GroupError, MismatchError, PacelineError, StepError
+from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.launch.process_context import current_context
 from paceline.rank_env import current_rank_and_world
 from paceline.training.audit import AuditPlan
@@ -55,10 +58,11 @@ from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
-from paceline.training.shard_plan import Shard, ShardPlan, deal
-from paceline.training.shard_queue import ShardQueue
+from paceline.training.shard_plan import Shard, ShardPlan
+from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
-from paceline.training.state_digest import digest_line, tensor_digest
+from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
+from paceline.training.work_sharing import WorkSharing
 
 __all__ = ["Training"]
 
@@ -93,6 +97,8 @@ class Training:
         audit_every: every so many steps another rank computes one shard a second time. If it finds
             other bytes, every rank raises `MismatchError`: a broken processor or memory is found,
             or code that depends on who runs it.
+        steal: let ranks that are through compute shards of slower ones, and deal out fewer to
+            those. False leaves every rank its even share. Bits do not depend on it.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -115,6 +121,7 @@ class Training:
         save_every: SaveEvery = None,
         keep: int = 3,
         audit_every: int | None = None,
+        steal: bool = True,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -126,11 +133,11 @@ class Training:
             raise ConfigError(f"threads must be at least 1, found {threads}")
         self.model, self.loader = model, loader
         self.shards, self.seed, self.threads = shards, check_seed(seed), threads
-        self.strict = strict
+        self.strict, self.steal = strict, steal
         self._audits = AuditPlan(audit_every, seed)
         self._generations = self._elastic_generations()
         self._exchange: Exchange = (
-            _exchange(shards) if self._generations is None else self._generations.exchange
+            _exchange(shards, steal) if self._generations is None else self._generations.exchange
         )
         keep_freed_memory(current_rank_and_world()[1])
         align_model(model)
@@ -147,6 +154,7 @@ class Training:
             self._start()
         else:
             self._generations.begin()
+            set_ranks(self._generations)
             self._generations.report_step(self._step)
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
@@ -225,7 +233,7 @@ class Training:
                     plan=plan,
                     audit=audit,
                     inputs=inputs.begin(number),
-                    new_queue=functools.partial(ShardQueue, deals, self._exchange.rank, audit),
+                    new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -263,6 +271,8 @@ class Training:
     def _end_batch(self) -> bool:
         """Between two batches; True if training is to stop."""
         generations = self._generations
+        if (path := os.environ.get(DIGESTS)) and self._exchange.rank == 0:
+            append_line(path, self.digest())
         if generations is not None and not generations.end_batch(self._step):
             self._stopping = True
         elif self._saves is not None and (generations is None or generations.is_settled):
@@ -282,8 +292,9 @@ class Training:
         self._changed_buffers |= result.changed_buffers
         if self._generations is not None:
             self._generations.count_pass()
-        # Another pass over the same batch is not another step.
         assert self._batch is not None
+        self._exchange.sharing.record(result.paces, result.computed)
+        # Another pass over the same batch is not another step.
         if self._counted_step != self._batch.step:
             self._counted_step = self._batch.step
             self._step += 1
@@ -309,7 +320,7 @@ class Training:
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
         plan = self._plan.cut(self._sampler.share(number).size)
-        return deal(plan.shards, self._exchange.size)
+        return self._exchange.sharing.deal(plan.shards)
 
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
@@ -488,7 +499,8 @@ class Training:
         return Generations(
             context.elastic,
             context,
-            new_exchange=functools.partial(_exchange, self.shards),
+            alone=_alone(self.shards),
+            new_exchange=functools.partial(_exchange, self.shards, self.steal),
             start=self._start,
             give=self.state_dict,
             take=self._take_over,
@@ -505,7 +517,7 @@ class Training:
         if self._exchange.size == 1:
             return
         own = {
-            "arguments": {**self._identity, **self._sampler.state_at(0, 0)},
+            "arguments": {**self._identity, **self._sampler.state_at(0, 0), "steal": self.steal},
             "fingerprint": self.fingerprint,
             "model": [
                 tensor_digest(tensor)
@@ -543,10 +555,10 @@ class _Loading:
         self._training.load_state_dict(state, self._strict)
 
 
-def _exchange(shards: int) -> Exchange:
+def _exchange(shards: int, steal: bool) -> Exchange:
     rank, world_size = current_rank_and_world()
     if world_size == 1:
-        return SingleRank()
+        return _alone(shards)
     group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if group is None:
         raise ConfigError(
@@ -559,10 +571,26 @@ def _exchange(shards: int) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
-    return GroupExchange(group)
+    # Made in any case: that ranks disagree about `steal` is found out later.
+    claims = _claims(group, shards)
+    sharing = WorkSharing(
+        rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
+    )
+    return GroupExchange(group, sharing)
 
 
-def _raise(error: GroupError) -> None:
+def _alone(shards: int) -> SingleRank:
+    return SingleRank(WorkSharing(0, 1, shards, NoClaims(), follows_speed=False))
+
+
+def _claims(group: dist.ProcessGroup, shards: int) -> ShardClaims:
+    """Where ranks share memory, they can take shards over from each other."""
+    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
+        return HostClaims(group.engine.comm, shards)
+    return NoClaims()
+
+
+def _raise(error: Exception) -> None:
     raise error
 
 

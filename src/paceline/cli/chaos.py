@@ -1,0 +1,321 @@
+"""`paceline chaos`: train twice, undisturbed and under faults, and compare the bits of every step.
+
+The undisturbed run is an ordinary one. It tells how many steps there are and how long one takes, so
+that faults can be spread over the disturbed run, an elastic one, to strike at any moment of a step:
+a rank is killed, crashes, is stopped or asked to leave, or the number of ranks changes.
+`paceline.Training` writes a line of digests for every step to the file that PACELINE_DIGESTS names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import enum
+import os
+import pathlib
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+
+from paceline._linux import read_stat
+from paceline.cli.scale import send_scale_request
+from paceline.diagnostics.digest_log import Digests, differing_names, read_digests
+from paceline.errors import ConfigError, PacelineError, describe_exit
+from paceline.launch.job_page import JobPage, Word, find_job_pages
+
+__all__ = ["PlannedFault", "add_arguments", "plan_faults", "run"]
+
+_DIGESTS = "PACELINE_DIGESTS"
+_POLL_S = 0.002
+_SHOWN = 5
+_TAIL_LINES = 30
+# What is left of the last steps: a rank that ends there has nobody left to hand its work to.
+_STRUCK_PART = 0.95
+
+
+class _Kind(enum.Enum):
+    KILL = "killed (SIGKILL)"
+    CRASH = "crashed (SIGSEGV)"
+    STOP = "stopped (SIGSTOP)"
+    LEAVE = "asked to leave (SIGTERM)"
+    SCALE = "number of ranks changed"
+
+
+_SIGNALS = {
+    _Kind.KILL: signal.SIGKILL,
+    _Kind.CRASH: signal.SIGSEGV,
+    _Kind.STOP: signal.SIGSTOP,
+    _Kind.LEAVE: signal.SIGTERM,
+}
+_WEIGHTS = {_Kind.KILL: 4, _Kind.CRASH: 2, _Kind.STOP: 1, _Kind.LEAVE: 2, _Kind.SCALE: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedFault:
+    """A fault that strikes when the job has completed `step`, after a part of the next one."""
+
+    kind: _Kind
+    step: int
+    part: float
+    choice: float  # which of the ranks there are then, or how many there shall be
+
+
+def plan_faults(count: int, steps: int, seed: int) -> list[PlannedFault]:
+    """Faults at random moments of a training of so many steps, in the order of their steps."""
+    rng = random.Random(seed)
+    kinds = rng.choices(list(_WEIGHTS), list(_WEIGHTS.values()), k=count)
+    last = max(1, int(steps * _STRUCK_PART))
+    moments = sorted(rng.randrange(last) for _ in range(count))
+    return [
+        PlannedFault(kind, step, rng.random(), rng.random())
+        for kind, step in zip(kinds, moments, strict=True)
+    ]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "paceline chaos [options] [--] train.py [arguments]"
+    parser.add_argument("--kills", type=int, default=10, metavar="N", help="faults (default: 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults (default: 0)")
+    parser.add_argument(
+        "--elastic", default="1:3", metavar="MIN:MAX", help="of the disturbed run (default: 1:3)"
+    )
+    parser.add_argument(
+        "--stopped", type=float, default=1.0, metavar="SECONDS",
+        help="after which a stopped rank is killed (default: 1)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--patience", type=float, default=120.0, metavar="SECONDS",
+        help="give up when no step is completed for so long (default: 120)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--keep", type=pathlib.Path, metavar="DIR", help="keep output and digests of both runs"
+    )
+    parser.add_argument("--preload", metavar="MODULES", help="as in `paceline run`; of both runs")
+    parser.add_argument("command_line", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    script = options.command_line[options.command_line[:1] == ["--"] :]
+    if not script:
+        raise ConfigError("nothing to run: give a script (paceline chaos train.py)")
+    common = [] if options.preload is None else [f"--preload={options.preload}"]
+    if options.kills < 0:
+        raise ConfigError(f"--kills should be 0 or more but is {options.kills}")
+    with contextlib.ExitStack() as stack:
+        folder = options.keep
+        if folder is None:
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder.mkdir(parents=True, exist_ok=True)
+        undisturbed = _Trial(folder, "undisturbed")
+        print("undisturbed run ...", flush=True)
+        undisturbed.run(["-n1", *common, "--", *script])
+        expected = dict(undisturbed.digests())
+        faults = plan_faults(options.kills, len(expected), options.seed)
+        print(
+            f"  {len(expected)} steps in {undisturbed.seconds:.1f} s\n"
+            f"disturbed run, --elastic {options.elastic}, {len(faults)} faults ...",
+            flush=True,
+        )
+        disturbed = _Trial(folder, "disturbed", {"PACELINE_STOPPED_S": str(options.stopped)})
+        step_s = undisturbed.seconds / len(expected)
+        elastic = [f"--elastic={options.elastic}", f"--max-restarts={10 * len(faults) + 10}"]
+        with disturbed.running([*elastic, *common, "--", *script]) as process:
+            adversary = _Adversary(process, faults, step_s, options.patience)
+            adversary.strike_until_over()
+        print(f"  {disturbed.seconds:.1f} s\n{adversary.table()}")
+        return _compare(expected, disturbed.digests())
+
+
+class _Trial:
+    """One run of the script, its output in files."""
+
+    def __init__(
+        self, folder: pathlib.Path, name: str, variables: dict[str, str] | None = None
+    ) -> None:
+        self._name = name
+        self._output, self._digests = folder / f"{name}.log", folder / f"{name}.digests"
+        self._digests.unlink(missing_ok=True)
+        self._variables = {**(variables or {}), _DIGESTS: str(self._digests.resolve())}
+        self.seconds = 0.0
+
+    def run(self, arguments: Sequence[str]) -> None:
+        with self.running(arguments):
+            pass
+
+    @contextlib.contextmanager
+    def running(self, arguments: Sequence[str]) -> Iterator[subprocess.Popen[bytes]]:
+        """The process of the run, from which an exception leaves nothing behind. Afterwards it has
+        ended well.
+        """
+        command = [sys.executable, "-m", "paceline", "run", *arguments]
+        environ = {**os.environ, **self._variables}
+        began = time.monotonic()
+        with self._output.open("wb") as output:
+            process = subprocess.Popen(command, env=environ, stdout=output, stderr=output)
+        try:
+            yield process
+            process.wait()
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+        self.seconds = time.monotonic() - began
+        if process.returncode != 0:
+            lines = self._output.read_text(errors="replace").splitlines()[-_TAIL_LINES:]
+            raise PacelineError(
+                f"the {self._name} run {describe_exit(process.returncode)}. Its last lines:\n"
+                + "\n".join(lines)
+            )
+
+    def digests(self) -> list[tuple[int, Digests]]:
+        if not self._digests.exists():
+            raise ConfigError(
+                f"the {self._name} run wrote no digests: the script should train with "
+                "paceline.Training"
+            )
+        return read_digests(self._digests, may_be_cut_off=True)
+
+
+@dataclasses.dataclass
+class _Strike:
+    """A fault that has struck, and how long it took until the next step was completed."""
+
+    kind: _Kind
+    step: int
+    when: float
+    seconds: float | None = None
+
+
+class _Adversary:
+    """Disturbs one elastic job."""
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        faults: Sequence[PlannedFault],
+        step_s: float,
+        patience_s: float,
+    ) -> None:
+        self._process = process
+        self._planned = collections.deque(faults)
+        self._step_s = step_s
+        self._patience_s = patience_s
+        self._strikes: list[_Strike] = []
+        self._generations = 0
+
+    def strike_until_over(self) -> None:
+        page = self._find_page()
+        if page is None:
+            return
+        try:
+            self._strike_until_over(page)
+        finally:
+            page.close()
+
+    def _find_page(self) -> JobPage | None:
+        """That of the fork server below the launcher; None if the launcher ended before."""
+        while self._process.poll() is None:
+            pages = find_job_pages()
+            found = [page for page in pages if self._is_below(int(page.words[Word.SERVER_PID]))]
+            for page in pages:
+                if page not in found:
+                    page.close()
+            if found:
+                return found[0]
+            time.sleep(0.05)
+        return None
+
+    def _is_below(self, pid: int) -> bool:
+        while pid > 1 and (process := read_stat(pid)) is not None:
+            if process.parent == self._process.pid:
+                return True
+            pid = process.parent
+        return False
+
+    def _strike_until_over(self, page: JobPage) -> None:
+        step, since = -1, time.monotonic()
+        while self._process.poll() is None:
+            now, reached = time.monotonic(), _step_of(page)
+            if reached != step:
+                step, since = reached, now
+                self._note_progress(step, now)
+            elif now - since > self._patience_s:
+                raise PacelineError(
+                    f"the disturbed run completed no step for {self._patience_s:g} s after step "
+                    f"{step}; the last fault: {self._last_fault()}"
+                )
+            self._generations = int(page.words[Word.LATEST]) + 1
+            if self._planned and step >= self._planned[0].step:
+                fault = self._planned.popleft()
+                time.sleep(fault.part * self._step_s)
+                self._strike(fault, page)
+            time.sleep(_POLL_S)
+
+    def _note_progress(self, step: int, now: float) -> None:
+        for strike in self._strikes:
+            if strike.seconds is None and step > strike.step:
+                strike.seconds = now - strike.when
+
+    def _last_fault(self) -> str:
+        return self._strikes[-1].kind.value if self._strikes else "none"
+
+    def _strike(self, fault: PlannedFault, page: JobPage) -> None:
+        kind = fault.kind
+        # Crash after crash without progress looks like an error of the script, and ends the job.
+        is_recovering = any(each.seconds is None for each in self._strikes)
+        if kind is _Kind.CRASH and is_recovering:
+            kind = _Kind.KILL
+        if kind is _Kind.SCALE:
+            low, high = int(page.words[Word.MIN_RANKS]), page.max_ranks
+            with contextlib.suppress(PacelineError, OSError):
+                send_scale_request(page, low + int(fault.choice * (high - low + 1)))
+        else:
+            pids = [pid for slot in range(page.max_ranks) if (pid := page.pid_in(slot)) is not None]
+            if not pids:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pids[int(fault.choice * len(pids))], _SIGNALS[kind])
+        self._strikes.append(_Strike(kind, _step_of(page), time.monotonic()))
+
+    def table(self) -> str:
+        """What was done, and how long it took until the next completed step."""
+        lines = [f"  {'fault':<26}{'times':>6}{'next step after: median':>25}{'longest':>10}"]
+        for kind in _Kind:
+            strikes = [strike for strike in self._strikes if strike.kind is kind]
+            times = [strike.seconds for strike in strikes if strike.seconds is not None]
+            if strikes:
+                median = f"{statistics.median(times):.2f} s" if times else "-"
+                longest = f"{max(times):.2f} s" if times else "-"
+                lines.append(f"  {kind.value:<26}{len(strikes):>6}{median:>25}{longest:>10}")
+        lines.append(f"  {self._generations} generations")
+        if self._planned:
+            lines.append(f"  {len(self._planned)} faults were not reached: the run was over before")
+        return "\n".join(lines)
+
+
+def _step_of(page: JobPage) -> int:
+    steps = [page.step_in(slot) for slot in range(page.max_ranks)]
+    return max((step for step in steps if step is not None), default=-1)
+
+
+def _compare(expected: dict[int, Digests], found: list[tuple[int, Digests]]) -> int:
+    for step, digests in sorted(found, key=lambda entry: entry[0]):
+        if different := differing_names(expected.get(step, {}), digests):
+            print(f"step {step} is the first that differs, in {len(different)}:")
+            for name in different[:_SHOWN]:
+                one, other = expected.get(step, {}).get(name, "missing"), digests.get(name)
+                print(f"  {name}: {one} and {other or 'missing'}")
+            return 1
+    steps, last = {step for step, _ in found}, max(expected)
+    if last not in steps:
+        print(f"the disturbed run ended at step {max(steps)}, the undisturbed one at {last}")
+        return 1
+    print(f"the same bits in {len(steps)} of {len(expected)} steps, and after the last")
+    return 0
