@@ -77,6 +77,7 @@ SCRIPT = """
     around(checkpoint_directory, "write_archive", "save")
     around(Generations, "_hand_over", "hand over", rank=None)
     around(Communicator, "join", "forming", rank=None)
+    around(Generations, "gather_parts", "evaluation's end", "after evaluation", 2)
     if is_new:
         around(Communicator, "join", "new forming", "new formed", None)
         around(Generations, "_hand_over", "new handed over to", rank=None)
@@ -112,7 +113,18 @@ SCRIPT = """
         checkpoint=folder / f"checkpoints-{job is not None}",
         save_every=5,
     )
-    losses = hashlib.sha256()
+    # One by one: rows of batches of another size may have other bits.
+    evaluation = paceline.Evaluation(Data(), batch_size=1)
+
+    def evaluate():
+        model.eval()
+        for inputs, labels in evaluation:
+            die_at("evaluation", 1)
+            with torch.no_grad():
+                evaluation.add(loss=cross_entropy(model(inputs), labels, reduction="none"))
+        model.train()
+        return evaluation.result().mean("loss")
+
     for epoch in training.epochs(epochs):
         for batch in training.batches():
             for _ in range(passes):
@@ -129,8 +141,10 @@ SCRIPT = """
             state["step"] = training.step
             wait_for_replacements()
             die_at("between batches")
+        loss = evaluate()
     digest = hashlib.sha256(training.digest().encode()).hexdigest()
     (folder / f"digest-{job.member if job else 'alone'}").write_text(digest)
+    (folder / f"loss-{job.member if job else 'alone'}").write_text(str(loss))
 """
 
 PLACES = [
@@ -146,12 +160,15 @@ PLACES = [
     "hand over",
     "forming",
     "save",
+    "evaluation",
+    "evaluation's end",
+    "after evaluation",
 ]
 PLACES_OF_NEWCOMERS = ["new forming", "new formed", "new handed over to"]
 
 
-def digests(folder: pathlib.Path) -> dict[str, str]:
-    return {path.name: path.read_text() for path in folder.glob("digest-*")}
+def written(folder: pathlib.Path, what: str) -> dict[str, str]:
+    return {path.name: path.read_text() for path in folder.glob(f"{what}-*")}
 
 
 def train(folder: pathlib.Path, places: dict[str, int], *, epochs: int, passes: int) -> None:
@@ -167,10 +184,12 @@ def train(folder: pathlib.Path, places: dict[str, int], *, epochs: int, passes: 
     killed = {path.name for path in folder.iterdir()}
     assert code == 0, job.stderr
     assert {name.replace(" ", "-") for name in places} <= killed, job.stderr
-    found = digests(folder)
+    found = written(folder, "digest")
     # Newcomers that nobody could hand the state over to any more have none.
     assert len(found) >= 2, (found, job.stderr)
     assert len(set(found.values())) == 1, (found, job.stderr)
+    losses = written(folder, "loss")
+    assert len(set(losses.values())) == 1, (losses, job.stderr)
     assert left == []
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
+from tests.harness.exact_models import train
 from tests.harness.launched import launched, write_script
 
 pytest.importorskip("ray")
@@ -37,6 +39,12 @@ SCRIPT = """
 
     results = paceline.ray.launch(average, 2, args=(10.0,), kwargs={"scale": 2.0})
     print("results", [r.value for r in results], flush=True)
+
+    def train_exactly():
+        from tests.harness.exact_models import train
+        paceline.init_process_group()
+        return paceline.world_size(), train("cnn", 3)
+    print("training", *paceline.ray.launch(train_exactly, 2), flush=True)
 
     def fail():
         if paceline.rank() == 1:
@@ -78,6 +86,8 @@ def test_results_errors_and_deaths(tmp_path):
         assert job.left_after(15.0) == []
     place = "('Ray', {0}, {0}, 2, 'paceline', 42.0)"
     assert f"results [{place.format(0)}, {place.format(1)}]" in job.stdout
+    trained = (2, train("cnn", 3))
+    assert f"training {trained} {trained}" in job.stdout
     assert "error no such sample True" in job.stdout
     assert "death 0" in job.stdout
     assert "no place True" in job.stdout
@@ -162,6 +172,7 @@ def _quiet(tmp_path):
         "RAY_DEDUP_LOGS": "0",
         "RAY_TRAIN_V2_ENABLED": "1",
         "HOME": str(tmp_path),
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
     }
 
 

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 import paceline
 from paceline import ConfigError, MismatchError, StepError
+from paceline.data import batch_requests
 from paceline.training import (
     balance,
     group_exchange,
@@ -181,6 +182,11 @@ def break_random_numbers_of_python():
     shard_pass.seed_generators = lambda seed: torch.manual_seed(seed % 2**63)
 
 
+def break_random_numbers_of_samples():
+    """A sample draws from where the sample before has left the generators."""
+    batch_requests.sample_seeds = lambda *_: None
+
+
 def break_buffers():
     """A shard starts from the buffers that the shard before has left."""
     shard_buffers.NamedBuffer.set = lambda self, tensor, value: None
@@ -226,6 +232,7 @@ RULES = {
     break_rows: "mlp",
     break_random_numbers: "transformer",
     break_random_numbers_of_python: "noisy",
+    break_random_numbers_of_samples: "mlp",
     break_buffers: "cnn",
     break_tree: "mlp",
     break_clipping: "cnn",

@@ -14,6 +14,12 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from paceline import ConfigError, Evaluation, MismatchError
+from paceline.data.changing_ranks import (
+    gaps_between,
+    set_ranks,
+    share_of_range,
+    without_overlaps,
+)
 from paceline.data.exact_sum import ExactSum
 
 
@@ -155,3 +161,58 @@ def test_parts_that_do_not_belong_together():
     with pytest.raises(MismatchError, match="different names") as caught:
         Evaluation.merge([*parts[:2], other.part()])
     assert set(caught.value.values) == {0, 1, 2}
+
+
+def test_parts_without_overlaps_and_the_gaps_between_them_cover_a_dataset_once():
+    parts = [range(5), range(3), range(4, 8), range(9, 9), range(10, 12)]
+    chosen = without_overlaps(parts)
+    assert chosen == [range(5), range(10, 12)]
+    assert gaps_between(chosen, 14) == [range(5, 10), range(12, 14)]
+    assert gaps_between([], 0) == []
+
+
+class LosesARank:
+    """Two ranks, of which the other one is lost in the first exchange."""
+
+    def __init__(self):
+        self.size, self.counted = 2, 0
+
+    def own_share(self, samples):
+        return share_of_range(samples, 0, self.size)
+
+    def gather_parts(self, parts):
+        if self.size == 2:
+            self.size = 1
+            return None
+        return parts
+
+    def count_evaluation(self):
+        self.counted += 1
+
+
+def test_what_a_lost_rank_has_not_evaluated_is_evaluated_by_the_others():
+    dataset = [torch.tensor(float(number)) for number in range(11)]
+    evaluation = Evaluation(dataset, batch_size=3)
+    ranks = LosesARank()
+    set_ranks(ranks)
+    try:
+        for values in evaluation:
+            evaluation.add(value=values)
+            evaluation.collect(value=values)
+        result = evaluation.result()
+    finally:
+        set_ranks(None)
+    assert result.sum("value") == sum(range(11))
+    assert result.count("value") == 11
+    assert result.outputs["value"].tolist() == list(range(11))
+    assert ranks.counted == 1
+
+
+def test_no_result_before_the_ranks_have_met():
+    evaluation = Evaluation([torch.tensor(1.0)])
+    set_ranks(LosesARank())
+    try:
+        with pytest.raises(ConfigError, match="iterate over it to its end first"):
+            evaluation.result()
+    finally:
+        set_ranks(None)

@@ -11,6 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.data.changing_ranks import (
+    ChangingRanks,
+    current_ranks,
+    gaps_between,
+    without_overlaps,
+)
 from paceline.data.exact_sum import ExactSum
 from paceline.data.loader import DataLoader
 from paceline.data.shares import check_batch_size, resolve_rank, share_of
@@ -138,18 +144,24 @@ class Evaluation:
             rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         self.rank, self.world_size = resolve_rank(rank, world_size)
         self.length = len(dataset)
+        self._dataset, self._batch_size, self._options = dataset, batch_size, options
+        self._merged: EvaluationResult | None = None
         share = share_of(self.length, self.rank, self.world_size)
-        self.start, self.stop = share.start, share.stop
+        self._take_samples(range(share.start, share.stop))
+
+    def _take_samples(self, samples: range) -> None:
+        """These are what this rank evaluates next."""
+        self.start, self.stop = samples.start, samples.stop
         # Batches do not cross ranks, so their boundaries depend on the number of ranks; results do
         # not, since sums are exact.
         self._batches = [
-            range(first, min(first + batch_size, self.stop))
-            for first in range(self.start, self.stop, batch_size)
+            range(first, min(first + self._batch_size, self.stop))
+            for first in range(self.start, self.stop, self._batch_size)
         ]
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,
+            self._dataset,
             batch_sampler=self._batches,  # type: ignore[arg-type]  # ranges serve as lists here
-            **options,
+            **self._options,
         )
         self._reset()
 
@@ -158,7 +170,36 @@ class Evaluation:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches, from the start; discards what was added before."""
+        """This rank's batches, from the start; discards what was added before. In an elastic job
+        they are followed by those that ranks have not come to that were lost.
+        """
+        ranks = self._changing_ranks()
+        return self._visit() if ranks is None else self._visit_among(ranks)
+
+    def _changing_ranks(self) -> ChangingRanks | None:
+        return current_ranks() if self._uses_group and self._group is None else None
+
+    def _visit_among(self, ranks: ChangingRanks) -> Iterator[Any]:
+        """As `_visit`, and bring the parts of all ranks together at the end."""
+        self._merged = None
+        parts: list[EvaluationPart] = []
+        todo = [ranks.own_share(range(self.length))]
+        while self._merged is None:
+            for samples in todo:
+                self._take_samples(samples)
+                yield from self._visit()
+                parts.append(self.part())
+            gathered = ranks.gather_parts(parts)
+            todo = []
+            if gathered is not None:
+                chosen = without_overlaps(gathered)
+                gaps = gaps_between(chosen, self.length)
+                todo = [own for gap in gaps if (own := ranks.own_share(gap))]
+                if not gaps:
+                    self._merged = self.merge(chosen or parts[:1])
+        ranks.count_evaluation()
+
+    def _visit(self) -> Iterator[Any]:
         self._reset()
         recorder.phase(Phase.EVALUATION)
         for rows, batch in zip(self._batches, self._loader, strict=True):
@@ -226,6 +267,13 @@ class Evaluation:
                 of the ranks that share the dataset.
             MismatchError: ranks added different names, or evaluated different datasets.
         """
+        if self._changing_ranks() is not None:
+            if self._merged is None:
+                raise ConfigError(
+                    "the evaluation has no result yet: iterate over it to its end first, inside "
+                    "the loops of the Training"
+                )
+            return self._merged
         part = self.part()
         if not (self._uses_group and dist.is_available() and dist.is_initialized()):
             if self.world_size > 1:

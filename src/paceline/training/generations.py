@@ -11,11 +11,12 @@ from __future__ import annotations
 import io
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from paceline.data.changing_ranks import share_of_range
 from paceline.errors import CollectiveTimeout, GroupError, NativeError
 from paceline.launch.elastic_group import ElasticGroup
 from paceline.launch.process_context import ProcessContext
@@ -25,6 +26,8 @@ from paceline.training.group_exchange import Exchange
 from paceline.training.rounds import Standing, Turn, decide, giver
 
 __all__ = ["Generations"]
+
+_Part = TypeVar("_Part")
 
 
 class Generations:
@@ -103,6 +106,34 @@ class Generations:
     def report_step(self, step: int) -> None:
         """Tell the launcher that this rank has the state after so many steps."""
         self._group.job.report_step(step)
+
+    # --- evaluation: `ChangingRanks` --------------------------------------------------------------
+
+    def own_share(self, samples: range) -> range:
+        """What this rank evaluates of some samples."""
+        return share_of_range(samples, self.exchange.rank, self.exchange.size)
+
+    def gather_parts(self, parts: list[_Part]) -> list[_Part] | None:
+        """Every rank's parts of an evaluation; None if ranks were lost, and the others are to try
+        again.
+        """
+        if self.exchange.size == 1:
+            return parts
+        every: list[Any] = [None] * self.exchange.size
+        error: GroupError | NativeError | None = None
+        try:
+            dist.all_gather_object(every, parts)
+        except (GroupError, NativeError) as raised:
+            error = raised
+        if error is not None:
+            self._check_is_loss(error)
+            self._meet(between_batches=False, lost=error)
+            return None
+        return [part for own in every for part in own]
+
+    def count_evaluation(self) -> None:
+        """An evaluation is complete: as much a step of the script as a pass."""
+        self.count_pass()
 
     @property
     def is_settled(self) -> bool:

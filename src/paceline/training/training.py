@@ -33,6 +33,7 @@ from paceline._malloc import keep_freed_memory
 from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.data import DataLoader
+from paceline.data.changing_ranks import set_ranks
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
@@ -153,6 +154,7 @@ class Training:
             self._start()
         else:
             self._generations.begin()
+            set_ranks(self._generations)
             self._generations.report_step(self._step)
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
