@@ -252,8 +252,8 @@ def test_scale_and_ps_from_outside(tmp_path, capsys):
         assert main(["ps", name]) == 0
         shown = capsys.readouterr().out
         assert "1 rank (elastic 1:3)" in shown
-        assert re.search(r"generation 1, \d+ s ago: ranks 0 1 2: scaled from 2 to 3; ", shown)
-        assert re.search(r"generation 2, \d+ s ago: ranks 0: scaled from 3 to 1\n", shown)
+        assert re.search(r"generation 1, \d+ s ago: ranks 0 1 2: rank 2 .* joins\n", shown)
+        assert re.search(r"generation 2, \d+ s ago: ranks 0: .* leaves\n", shown)
         assert re.search(rf"0 +{pids[0]} ", shown)
         assert main(["scale", name, "4"]) == 2
         assert "should be from 1 to 3 but is 4" in capsys.readouterr().err
