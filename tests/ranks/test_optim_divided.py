@@ -558,3 +558,28 @@ def test_a_rank_killed_before_the_step_is_named():
     with pytest.raises(RankDied) as caught:
         run_ranks(2, killed)
     assert caught.value.rank == 1
+
+
+def broken_part(rank, world):
+    """One rank fails where the others have begun; leaving the step out would not mend that."""
+    init_group("gloo")
+    model = wrapped()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
+    train(model, optimizer, rank, 2)
+
+    def no_memory(*_):
+        raise MemoryError("the needle")
+
+    if rank == 1:
+        optimizer._divided._part.step_groups = no_memory
+
+    with model.all_or_none(on_error="skip"):
+        train(model, optimizer, rank, 1, start=2)
+
+
+def test_a_rank_that_cannot_make_its_part_ends_the_group():
+    outcomes = run_ranks(2, broken_part, check=False)
+    errors = [outcome.error for outcome in outcomes]
+    assert isinstance(errors[0], paceline.PeerLost), errors
+    assert isinstance(errors[1], paceline.errors.GroupError), errors
+    assert "the needle" in str(errors[1])

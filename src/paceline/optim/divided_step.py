@@ -224,14 +224,23 @@ class DividedStep:
         for row in self._rows:
             for array, tensor in row.tensors.items():
                 pieces[row.members[array].group].append(tensor)
-        self._part.step_groups(
-            [
-                {**group, "params": tensors}
-                for group, tensors in zip(groups, pieces, strict=True)
-                if tensors
-            ],
-            intention.grad_scale,
-        )
+        try:
+            self._part.step_groups(
+                [
+                    {**group, "params": tensors}
+                    for group, tensors in zip(groups, pieces, strict=True)
+                    if tensors
+                ],
+                intention.grad_scale,
+            )
+        except Exception as error:
+            # The others have begun: they cannot be told by a signal any more, and wait for this
+            # rank's part until it ends.
+            raise GroupError(
+                f"rank {self._transport.rank} could not make its part of an optimizer step, which "
+                f"the other ranks wait for: {type(error).__name__}: {error}. Go on from a "
+                "checkpoint"
+            ) from error
         with torch.no_grad(), recorder.waiting(self._label, 2 * self._reducer.history.steps + 1):
             for row in self._rows:
                 row.detach_gradients()
