@@ -491,9 +491,11 @@ def test_a_step_given_up_between_average_and_optimizer_is_made_by_nobody():
 def different_steps(rank, world, difference):
     init_group("gloo")
     model = wrapped()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
+    foreign = torch.nn.Parameter(torch.ones(4))  # which every rank steps for itself
+    optimizer = OPTIMIZERS["AdamW"]([*model.parameters(), foreign], shared=True)
     train(model, optimizer, rank, 2)
-    before = bits(model.parameters())
+    foreign.grad = torch.ones(4)
+    before = bits([*model.parameters(), foreign])
     model(batch(rank, 7)).square().mean().backward()
     if rank == 1 and difference == "gradient":
         next(model.parameters()).grad = None
@@ -501,7 +503,7 @@ def different_steps(rank, world, difference):
         optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(paceline.MismatchError, match="different optimizer steps"):
         optimizer.step()
-    assert_same(bits(model.parameters()), before)
+    assert_same(bits([*model.parameters(), foreign]), before)
     optimizer.param_groups[0]["lr"] = 0.01
     train(model, optimizer, rank, 2, start=8)
     return bits(model.parameters())

@@ -395,13 +395,13 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _step_divided(self, grad_scale: float) -> None:
         divided = self._divided
         assert divided is not None
+        # A rank without data hears of the others' step by their signals, and answers.
+        if not divided.is_absent:
+            divided.step(grad_scale)
         for index, group in enumerate(self.param_groups):
             alone = [p for p in group["params"] if p not in divided]
             if alone:
                 self._step_group(index, group, alone, grad_scale)
-        # A rank without data hears of the others' step by their signals, and answers.
-        if not divided.is_absent:
-            divided.step(grad_scale)
 
     # ----------------------------------------------------------------------------- torch's own code
 
