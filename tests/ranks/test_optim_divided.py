@@ -491,9 +491,11 @@ def test_a_step_given_up_between_average_and_optimizer_is_made_by_nobody():
 def different_steps(rank, world, difference):
     init_group("gloo")
     model = wrapped()
-    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
+    foreign = torch.nn.Parameter(torch.ones(4))  # which every rank steps for itself
+    optimizer = OPTIMIZERS["AdamW"]([*model.parameters(), foreign], shared=True)
     train(model, optimizer, rank, 2)
-    before = bits(model.parameters())
+    foreign.grad = torch.ones(4)
+    before = bits([*model.parameters(), foreign])
     model(batch(rank, 7)).square().mean().backward()
     if rank == 1 and difference == "gradient":
         next(model.parameters()).grad = None
@@ -501,7 +503,7 @@ def different_steps(rank, world, difference):
         optimizer.param_groups[0]["lr"] = 0.5
     with pytest.raises(paceline.MismatchError, match="different optimizer steps"):
         optimizer.step()
-    assert_same(bits(model.parameters()), before)
+    assert_same(bits([*model.parameters(), foreign]), before)
     optimizer.param_groups[0]["lr"] = 0.01
     train(model, optimizer, rank, 2, start=8)
     return bits(model.parameters())
@@ -558,3 +560,28 @@ def test_a_rank_killed_before_the_step_is_named():
     with pytest.raises(RankDied) as caught:
         run_ranks(2, killed)
     assert caught.value.rank == 1
+
+
+def broken_part(rank, world):
+    """One rank fails where the others have begun; leaving the step out would not mend that."""
+    init_group("gloo")
+    model = wrapped()
+    optimizer = OPTIMIZERS["AdamW"](model.parameters(), shared=True)
+    train(model, optimizer, rank, 2)
+
+    def no_memory(*_):
+        raise MemoryError("the needle")
+
+    if rank == 1:
+        optimizer._divided._part.step_groups = no_memory
+
+    with model.all_or_none(on_error="skip"):
+        train(model, optimizer, rank, 1, start=2)
+
+
+def test_a_rank_that_cannot_make_its_part_ends_the_group():
+    outcomes = run_ranks(2, broken_part, check=False)
+    errors = [outcome.error for outcome in outcomes]
+    assert isinstance(errors[0], paceline.PeerLost), errors
+    assert isinstance(errors[1], paceline.errors.GroupError), errors
+    assert "the needle" in str(errors[1])

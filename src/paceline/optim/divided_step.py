@@ -122,7 +122,7 @@ class DividedStep:
         for member in self._members:
             rows.setdefault((member.parameter.device, member.parameter.dtype), []).append(member)
         self._rows = [_Row(members, transport.world, transport.rank) for members in rows.values()]
-        self._seen = self._shape_of(groups)
+        self._seen_averaged, self._seen_counts = self._reducer.managed, _counts(groups)
         with torch.no_grad():
             for row in self._rows:
                 for array, tensor in row.tensors.items():
@@ -137,17 +137,13 @@ class DividedStep:
 
     def covers(self, groups: Sequence[_Group]) -> bool:
         """Whether the parameters of which every rank has a part are still those of these groups."""
-        shape = self._shape_of(groups)
-        if shape != self._seen:
+        averaged, counts = self._reducer.managed, _counts(groups)
+        if averaged is not self._seen_averaged or counts != self._seen_counts:
             now = [(id(p), group) for _, p, group in _members(self.model, groups)]
             if now != [(id(p), group) for _, p, group in self._members]:
                 return False
-            self._seen = shape
+            self._seen_averaged, self._seen_counts = averaged, counts
         return True
-
-    def _shape_of(self, groups: Sequence[_Group]) -> tuple[int, ...]:
-        """Changes whenever parameters are added to the groups or to the model."""
-        return (id(self.model.reducer), *(len(group["params"]) for group in groups))
 
     @property
     def model(self) -> DistributedDataParallel:
@@ -224,14 +220,23 @@ class DividedStep:
         for row in self._rows:
             for array, tensor in row.tensors.items():
                 pieces[row.members[array].group].append(tensor)
-        self._part.step_groups(
-            [
-                {**group, "params": tensors}
-                for group, tensors in zip(groups, pieces, strict=True)
-                if tensors
-            ],
-            intention.grad_scale,
-        )
+        try:
+            self._part.step_groups(
+                [
+                    {**group, "params": tensors}
+                    for group, tensors in zip(groups, pieces, strict=True)
+                    if tensors
+                ],
+                intention.grad_scale,
+            )
+        except Exception as error:
+            # The others have begun: they cannot be told by a signal any more, and wait for this
+            # rank's part until it ends.
+            raise GroupError(
+                f"rank {self._transport.rank} could not make its part of an optimizer step, which "
+                f"the other ranks wait for: {type(error).__name__}: {error}. Go on from a "
+                "checkpoint"
+            ) from error
         with torch.no_grad(), recorder.waiting(self._label, 2 * self._reducer.history.steps + 1):
             for row in self._rows:
                 row.detach_gradients()
@@ -519,6 +524,10 @@ def _members(model: DistributedDataParallel, groups: Sequence[_Group]) -> list[_
         for number, parameter in enumerate(group["params"])
         if id(parameter) in averaged and _is_divisible(parameter)
     ]
+
+
+def _counts(groups: Sequence[_Group]) -> list[int]:
+    return [len(group["params"]) for group in groups]
 
 
 def _is_divisible(parameter: torch.Tensor) -> bool:

@@ -653,14 +653,14 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _step_divided(self, grad_scale: float) -> None:
         divided = self._divided
         assert divided is not None
+        # A rank without data hears of the others' step by their signals, and answers.
+        if not divided.is_absent:
+            divided.step(grad_scale)
         for index, group in enumerate(self.param_groups):
             alone = [p for p in group["params"] if p not in divided]
             if alone:
                 step = self._tabulate((index, _Place.OWN), group, alone, grad_scale)
                 self._run(step, grad_scale, 1.0)
-        # A rank without data hears of the others' step by their signals, and answers.
-        if not divided.is_absent:
-            divided.step(grad_scale)
 
     # ----------------------------------------------------------------------------- torch's own code
 
