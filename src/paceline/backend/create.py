@@ -20,6 +20,7 @@ from paceline.core.store_exchange import exchange
 __all__ = ["create_group"]
 
 _NO_CORE = "none"
+_SPIN_NS_SEVERAL_HOSTS = 5_000
 
 
 def create_group(options: Any, backend_options: object) -> PacelineGroup | ProcessGroupGloo:
@@ -78,7 +79,13 @@ def _engine(
     distinct = list(dict.fromkeys(hosts))
     local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     comm = Communicator.join(
-        PrefixStore(f"{distinct.index(hosts[rank])}/", store), rank, local, timeout, pids=pids
+        PrefixStore(f"{distinct.index(hosts[rank])}/", store),
+        rank,
+        local,
+        timeout,
+        pids=pids,
+        # Most waits then are for another host, and longer than it takes to wake up.
+        spin_ns=_SPIN_NS_SEVERAL_HOSTS if len(distinct) > 1 else None,
     )
     if len(distinct) == 1:
         return HostEngine(comm)

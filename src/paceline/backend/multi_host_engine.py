@@ -23,8 +23,8 @@ from paceline.backend.call_thread import CallThread
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.hierarchical_reduce import reduce_hierarchically
 from paceline.backend.host_engine import core_dtype, dtype_label
+from paceline.backend.host_placement import Placement
 from paceline.backend.multi_host_call import Links, MultiHostCall, is_timeout
-from paceline.backend.placement import Placement
 from paceline.core import Communicator
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
 from paceline.core.dtypes import BYTES
