@@ -139,3 +139,60 @@ def test_asynchronous_calls_run_in_order_and_are_waited_for_in_any():
         dist.destroy_process_group()
 
     run_ranks(4, check, timeout=60)
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_a_wire_dtype_rounds_between_hosts_only_and_all_ranks_alike(placement):
+    host_of = PLACEMENTS[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupOptions
+
+        join(rank, host_of)
+        group = dist.new_group(pg_options=GroupOptions(wire_dtype=torch.bfloat16))
+        parts = [
+            torch.randn(300_001, generator=torch.Generator().manual_seed(r)) for r in range(world)
+        ]
+        found = parts[rank].clone()
+        dist.all_reduce(found, group=group)
+        hosts = max(host_of) + 1
+        sums = []
+        for host in range(hosts):
+            members = [parts[r] for r in range(world) if host_of[r] == host]
+            total = members[0].clone()
+            for part in members[1:]:
+                total += part
+            sums.append(total.bfloat16())
+        wanted = sums[0].float()
+        for rounded in sums[1:]:
+            wanted += rounded
+        if hosts > 2:  # a host sends its sum of a piece on, rounded once more
+            wanted = wanted.bfloat16().float()
+        assert torch.equal(found, wanted)
+        short = torch.full((7,), 1.0 + 2.0**-20)
+        dist.all_reduce(short, group=group)
+        assert torch.equal(short, torch.full((7,), world * (1.0 + 2.0**-20)))
+        average = torch.full((300_001,), float(rank))
+        dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(average, torch.full_like(average, sum(range(world)) / world).bfloat16())
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=60)
+
+
+def test_ranks_that_give_different_wire_dtypes_are_told():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupOptions, MismatchError
+
+        join(rank, [0, 1])
+        options = GroupOptions(wire_dtype=torch.bfloat16) if rank else None
+        with pytest.raises(MismatchError, match=r"rank 0 None, rank 1 torch\.bfloat16"):
+            dist.new_group(pg_options=options)
+
+    run_ranks(2, check, timeout=60)

@@ -12,10 +12,12 @@ from typing import Any
 from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
 from paceline.backend.device_backends import other_backends
 from paceline.backend.engine import Engine
+from paceline.backend.group_options import GroupOptions
 from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status
 from paceline.core.store_exchange import exchange
+from paceline.errors import MismatchError
 
 __all__ = ["create_group"]
 
@@ -26,7 +28,8 @@ _SPIN_NS_SEVERAL_HOSTS = 5_000
 def create_group(options: Any, backend_options: object) -> PacelineGroup | ProcessGroupGloo:
     """Called by torch.distributed for every group of backend `paceline`, on all its ranks."""
     others = other_backends(options)
-    group = _join(options.store, options.group_rank, options.group_size, options.timeout)
+    ours = backend_options if isinstance(backend_options, GroupOptions) else GroupOptions()
+    group = _join(options.store, options.group_rank, options.group_size, options.timeout, ours)
     if isinstance(group, PacelineGroup):
         for device, backend in others.items():
             group.add_backend(device, backend)
@@ -34,12 +37,12 @@ def create_group(options: Any, backend_options: object) -> PacelineGroup | Proce
 
 
 def _join(
-    store: Store, rank: int, size: int, timeout: timedelta
+    store: Store, rank: int, size: int, timeout: timedelta, group_options: GroupOptions
 ) -> PacelineGroup | ProcessGroupGloo:
     mine = _host()
 
     def pid_in(value: str) -> int | None:
-        host, pid = value.split()
+        host, pid, _ = value.split()
         return int(pid) if host == mine else None
 
     answers = exchange(
@@ -47,24 +50,41 @@ def _join(
         "host",
         rank,
         range(size),
-        f"{mine} {os.getpid()}",
+        f"{mine} {os.getpid()} {group_options.wire_dtype}",
         timeout,
         pid_in=pid_in,
         prompt=True,
     )
     hosts = [answers[r].split()[0] for r in range(size)]
+    _check_wire_dtypes({r: answers[r].split()[2] for r in range(size)})
     if _NO_CORE in hosts:
         return _gloo(store, rank, size, timeout)
     pids = {r: int(answers[r].split()[1]) for r in range(size)}
-    engine = _engine(store, rank, hosts, pids, timeout)
-    split = functools.partial(_join_split, store, rank)
+    engine = _engine(store, rank, hosts, pids, timeout, group_options)
+    split = functools.partial(_join_split, store, rank, group_options)
     return PacelineGroup(store, rank, size, engine, timeout, split)
 
 
+def _check_wire_dtypes(given: dict[int, str]) -> None:
+    if len(set(given.values())) > 1:
+        raise MismatchError(
+            "the ranks gave this group different wire_dtypes: "
+            + ", ".join(f"rank {rank} {dtype}" for rank, dtype in given.items())
+            + "; give all of them the same GroupOptions",
+            given,
+        )
+
+
 def _join_split(
-    store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, name: str
+    store: Store,
+    rank: int,
+    group_options: GroupOptions,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    name: str,
 ) -> PacelineGroup:
-    group = _join(PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
+    own_store = PrefixStore(f"{name}/", store)
+    group = _join(own_store, list(ranks).index(rank), len(ranks), timeout, group_options)
     assert isinstance(group, PacelineGroup)  # its parent has the core on all of these ranks
     return group
 
@@ -74,7 +94,12 @@ def _host() -> str:
 
 
 def _engine(
-    store: Store, rank: int, hosts: list[str], pids: dict[int, int], timeout: timedelta
+    store: Store,
+    rank: int,
+    hosts: list[str],
+    pids: dict[int, int],
+    timeout: timedelta,
+    group_options: GroupOptions,
 ) -> Engine:
     distinct = list(dict.fromkeys(hosts))
     local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
@@ -91,7 +116,8 @@ def _engine(
         return HostEngine(comm)
     from paceline.backend.multi_host_engine import MultiHostEngine
 
-    return MultiHostEngine(store, rank, [distinct.index(host) for host in hosts], comm, timeout)
+    host_of = [distinct.index(host) for host in hosts]
+    return MultiHostEngine(store, rank, host_of, comm, timeout, group_options)
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
