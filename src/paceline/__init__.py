@@ -27,6 +27,7 @@ from paceline.errors import (
 if TYPE_CHECKING:
     from paceline import optim as optim
     from paceline import ray as ray
+    from paceline.backend.group_options import GroupOptions
     from paceline.checkpoint import load, save
     from paceline.data import (
         DataLoader,
@@ -59,6 +60,7 @@ _LAZY: dict[str, str] = {
     "DistributedSampler": "paceline.data",
     "Evaluation": "paceline.data",
     "GlobalBatchSampler": "paceline.data",
+    "GroupOptions": "paceline.backend.group_options",
     "ShardedIterable": "paceline.data",
     "init_process_group": "paceline.launch.init",
     "destroy_process_group": "paceline.launch.init",
@@ -105,6 +107,7 @@ __all__ = [
     "GlobalBatchSampler",
     "ShardedIterable",
     "Training",
+    "GroupOptions",
     "init_process_group",
     "destroy_process_group",
     "rank",

@@ -12,15 +12,17 @@ from typing import Any
 from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
 from paceline.backend.device_backends import other_backends
 from paceline.backend.engine import Engine
+from paceline.backend.group_options import GroupOptions
 from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status, store_exchange
 from paceline.core.store_exchange import AbandonableStore, exchange
-from paceline.errors import ConfigError
+from paceline.errors import ConfigError, MismatchError
 
 __all__ = ["FormedGroup", "create_group", "form_group"]
 
 _NO_CORE = "none"
+_SPIN_NS_SEVERAL_HOSTS = 5_000
 # What ranks meet through, given the store that was made for it.
 _Meeting = Callable[[Store], store_exchange.Store]
 
@@ -44,7 +46,14 @@ def form_group(
         PeerLost: a rank ended meanwhile.
         ConfigError: a rank has no native core.
     """
-    group = _join(store, rank, size, timeout, lambda made: AbandonableStore(made, is_obsolete))
+    group = _join(
+        store,
+        rank,
+        size,
+        timeout,
+        GroupOptions(),
+        lambda made: AbandonableStore(made, is_obsolete),
+    )
     if not isinstance(group, PacelineGroup):
         raise ConfigError(
             "a group that can be abandoned needs the native core on all ranks: "
@@ -59,7 +68,8 @@ def create_group(options: Any, backend_options: object) -> PacelineGroup | Proce
     if isinstance(backend_options, FormedGroup):
         group: PacelineGroup | ProcessGroupGloo = backend_options.group
     else:
-        group = _join(options.store, options.group_rank, options.group_size, options.timeout)
+        ours = backend_options if isinstance(backend_options, GroupOptions) else GroupOptions()
+        group = _join(options.store, options.group_rank, options.group_size, options.timeout, ours)
     if isinstance(group, PacelineGroup):
         for device, backend in others.items():
             group.add_backend(device, backend)
@@ -71,12 +81,13 @@ def _join(
     rank: int,
     size: int,
     timeout: timedelta,
+    group_options: GroupOptions,
     meeting: _Meeting = lambda store: store,
 ) -> PacelineGroup | ProcessGroupGloo:
     mine = _host()
 
     def pid_in(value: str) -> int | None:
-        host, pid = value.split()
+        host, pid, _ = value.split()
         return int(pid) if host == mine else None
 
     answers = exchange(
@@ -84,24 +95,41 @@ def _join(
         "host",
         rank,
         range(size),
-        f"{mine} {os.getpid()}",
+        f"{mine} {os.getpid()} {group_options.wire_dtype}",
         timeout,
         pid_in=pid_in,
         prompt=True,
     )
     hosts = [answers[r].split()[0] for r in range(size)]
+    _check_wire_dtypes({r: answers[r].split()[2] for r in range(size)})
     if _NO_CORE in hosts:
         return _gloo(store, rank, size, timeout)
     pids = {r: int(answers[r].split()[1]) for r in range(size)}
-    engine = _engine(store, rank, hosts, pids, timeout, meeting)
-    split = functools.partial(_join_split, store, rank)
+    engine = _engine(store, rank, hosts, pids, timeout, group_options, meeting)
+    split = functools.partial(_join_split, store, rank, group_options)
     return PacelineGroup(store, rank, size, engine, timeout, split)
 
 
+def _check_wire_dtypes(given: dict[int, str]) -> None:
+    if len(set(given.values())) > 1:
+        raise MismatchError(
+            "the ranks gave this group different wire_dtypes: "
+            + ", ".join(f"rank {rank} {dtype}" for rank, dtype in given.items())
+            + "; give all of them the same GroupOptions",
+            given,
+        )
+
+
 def _join_split(
-    store: Store, rank: int, ranks: Sequence[int], timeout: timedelta, name: str
+    store: Store,
+    rank: int,
+    group_options: GroupOptions,
+    ranks: Sequence[int],
+    timeout: timedelta,
+    name: str,
 ) -> PacelineGroup:
-    group = _join(PrefixStore(f"{name}/", store), list(ranks).index(rank), len(ranks), timeout)
+    own_store = PrefixStore(f"{name}/", store)
+    group = _join(own_store, list(ranks).index(rank), len(ranks), timeout, group_options)
     assert isinstance(group, PacelineGroup)  # its parent has the core on all of these ranks
     return group
 
@@ -116,17 +144,27 @@ def _engine(
     hosts: list[str],
     pids: dict[int, int],
     timeout: timedelta,
+    group_options: GroupOptions,
     meeting: _Meeting,
 ) -> Engine:
     distinct = list(dict.fromkeys(hosts))
     local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     local_store = PrefixStore(f"{distinct.index(hosts[rank])}/", store)
-    comm = Communicator.join(meeting(local_store), rank, local, timeout, pids=pids)
+    comm = Communicator.join(
+        meeting(local_store),
+        rank,
+        local,
+        timeout,
+        pids=pids,
+        # Most waits then are for another host, and longer than it takes to wake up.
+        spin_ns=_SPIN_NS_SEVERAL_HOSTS if len(distinct) > 1 else None,
+    )
     if len(distinct) == 1:
         return HostEngine(comm)
     from paceline.backend.multi_host_engine import MultiHostEngine
 
-    return MultiHostEngine(store, rank, [distinct.index(host) for host in hosts], comm, timeout)
+    host_of = [distinct.index(host) for host in hosts]
+    return MultiHostEngine(store, rank, host_of, comm, timeout, group_options)
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:

@@ -43,14 +43,13 @@ from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core import abi
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES, Op
-from paceline.errors import MismatchError
 
 __all__ = ["ReducePlan", "reduce_hierarchically"]
 
 _DEPTH = 2
 _SHORT_BYTES = 8 << 10
-_MIN_SLICE_BYTES = 64 << 10
-_MAX_SLICE_BYTES = 256 << 10
+_MIN_SLICE_BYTES = 256 << 10
+_MAX_SLICE_BYTES = 1 << 20
 _BLOCKS_WANTED = 4
 # Above, slices go to more than two hosts in pieces.
 _MAX_WHOLE_BYTES = 16 << 10
@@ -90,14 +89,14 @@ class ReducePlan:
         """Where the slice of each lane begins and how long it is, in elements."""
         start = block * self.slice_count * self.lanes
         count = min(self.slice_count * self.lanes, self.count - start)
-        return cut(start, count, self.lanes)
+        return _cut(start, count, self.lanes)
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
         """The same for each host's piece of a slice."""
-        return cut(0, count, self.hosts)
+        return _cut(0, count, self.hosts)
 
 
-def cut(start: int, count: int, parts: int) -> list[tuple[int, int]]:
+def _cut(start: int, count: int, parts: int) -> list[tuple[int, int]]:
     """Cut a range into parts as equal as can be, longer ones first."""
     length = -(-count // parts)
     return [
@@ -205,10 +204,7 @@ class _ShortReduction(_Reduction):
     def _give_to_ranks_without_lane(self, nbytes: int) -> None:
         request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=0, count=nbytes)
         request.input = request.output = self._address
-        try:
-            self._call.run_local(request)
-        except MismatchError:
-            self._call.raise_mismatch_without_lane()
+        self._call.run_local(request)
 
 
 class _BlockReduction(_Reduction):
@@ -374,10 +370,7 @@ class _BlockReduction(_Reduction):
             request.count = count * self._element
             request.input = self._slice_of(block).data_ptr()
         request.outputs, request.out_counts = self._table(slices, self._element)
-        try:
-            self._call.run_local(request)
-        except MismatchError:
-            self._call.raise_mismatch_without_lane()
+        self._call.run_local(request)
 
     def _receive_pieces(self, block: int, count: int) -> None:
         """The other hosts' sums of their pieces."""

@@ -12,6 +12,7 @@ exchange of their own, and what a call left behind that failed is recognised by 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes as C
 from collections.abc import Sequence
 from datetime import timedelta
@@ -19,8 +20,8 @@ from typing import Any
 
 import torch
 
-from paceline._torch_internals import ProcessGroupGloo, Store, Work
-from paceline.backend.placement import Placement
+from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store, Work
+from paceline.backend.host_placement import Placement
 from paceline.core.abi import CallRecord
 
 __all__ = ["HEADER_BYTES", "Lane", "LaneMessage", "MessageHeader"]
@@ -62,9 +63,15 @@ class Lane:
     """One rank per host: rank h of `gloo` is that of host h."""
 
     def __init__(self, store: Store, placement: Placement, timeout: timedelta) -> None:
-        # Any: torch's stubs of this class have none of its calls.
-        self.gloo: Any = ProcessGroupGloo(store, placement.host, placement.hosts, timeout=timeout)
+        self._host = placement.host
         self._others = placement.other_hosts
+        # Connections of their own for each direction. Gloo's thread cannot read from one that
+        # another thread writes to, and polls it without a pause until it can.
+        self._upwards, self._downwards = (
+            _connect(PrefixStore(f"{direction}/", store), placement, timeout)
+            for direction in ("up", "down")
+        )
+        self.gloo = self._upwards  # for Gloo's own collectives
         self.capacity = min(
             max(2 * _MAX_CAPACITY // len(self._others), _MIN_CAPACITY), _MAX_CAPACITY
         )
@@ -75,11 +82,17 @@ class Lane:
         # In the order in which they were sent last.
         self._outgoing = collections.deque(self._message() for _ in range(2 * _POSTED))
 
+    def _sends_to(self, host: int) -> Any:
+        return self._upwards if host > self._host else self._downwards
+
+    def _receives_from(self, host: int) -> Any:
+        return self._downwards if host > self._host else self._upwards
+
     def _message(self) -> LaneMessage:
         return LaneMessage(self.capacity)
 
     def _post(self, host: int, message: LaneMessage) -> LaneMessage:
-        message.works = [self.gloo.recv([message.bytes], host, _TAG)]
+        message.works = [self._receives_from(host).recv([message.bytes], host, _TAG)]
         return message
 
     def outgoing(self, header: MessageHeader, timeout: timedelta) -> LaneMessage:
@@ -92,7 +105,7 @@ class Lane:
     def send(self, message: LaneMessage, nbytes: int, hosts: Sequence[int]) -> None:
         """Start sending it. It may not be changed any more."""
         data = [message.bytes[: HEADER_BYTES + nbytes]]
-        message.works = [self.gloo.send(data, host, _TAG) for host in hosts]
+        message.works = [self._sends_to(host).send(data, host, _TAG) for host in hosts]
         self._outgoing.append(message)
 
     def receive(self, host: int, timeout: timedelta) -> LaneMessage:
@@ -121,12 +134,19 @@ class Lane:
         There is no call for that. But Gloo gives up all connections of a group when a receive takes
         longer than it may, for example one for which there is no sender.
         """
-        host = self._others[0]
-        never = torch.empty(1, dtype=torch.uint8)
-        try:
-            self.gloo.recv([never], host, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
-        except RuntimeError:
-            return
+        never = [torch.empty(1, dtype=torch.uint8)]
+        for gloo in (self._upwards, self._downwards):
+            with contextlib.suppress(RuntimeError):
+                gloo.recv(never, self._others[0], _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        for gloo in (self._upwards, self._downwards):
+            gloo._set_default_timeout(timeout)
+
+
+# Any: torch's stubs of this class have none of its calls.
+def _connect(store: Store, placement: Placement, timeout: timedelta) -> Any:
+    return ProcessGroupGloo(store, placement.host, placement.hosts, timeout=timeout)
 
 
 def _await_all(message: LaneMessage, timeout: timedelta) -> None:

@@ -21,8 +21,8 @@ import torch
 
 from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
 from paceline.backend.host_engine import HostEngine, address_of
+from paceline.backend.host_placement import Placement
 from paceline.backend.lane import Lane, LaneMessage, MessageHeader
-from paceline.backend.placement import Placement
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
 from paceline.core.call_errors import calls_mismatch
@@ -89,7 +89,7 @@ class Links:
         if self._is_open:
             self._all._set_default_timeout(timeout)
             if self._lane is not None:
-                self._lane.gloo._set_default_timeout(timeout)
+                self._lane.set_timeout(timeout)
 
     def disconnect(self) -> None:
         """Close the connections after a failure: ranks on other hosts notice, and waits end."""
@@ -162,12 +162,20 @@ class MultiHostCall:
             (record.kind, record.dtype, record.op, record.root, record.count, record.label)
         ) & (2**64 - 1)
         try:
-            self.run_local(request)
+            self._run_local(request)
         except MismatchError:
             self._tell_other_hosts()
 
     def run_local(self, request: Request) -> None:
-        """Run a step in shared memory."""
+        """Run a later step in shared memory. The ranks of this host are known to make one call: if
+        steps differ, those with a lane have learned that another host makes a different one.
+        """
+        try:
+            self._run_local(request)
+        except MismatchError:
+            raise calls_mismatch(self._shared_records({})) from None
+
+    def _run_local(self, request: Request) -> None:
         request.timeout_ns = self.left_ns()
         self.local.comm.run(request)
 
@@ -260,13 +268,9 @@ class MultiHostCall:
         if not self.placement.all_have_lanes:
             if not told:
                 with contextlib.suppress(MismatchError):
-                    self.run_local(Request(kind=Kind.GATHER, dtype=BYTES, root=0, label=1))
+                    self._run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, label=1))
             records = self._shared_records(records)
         raise calls_mismatch(records)
-
-    def raise_mismatch_without_lane(self) -> None:
-        """For a rank without a lane whose step ended with a mismatch."""
-        raise calls_mismatch(self._shared_records({}))
 
     def _shared_records(self, records: dict[int, CallRecord]) -> dict[int, CallRecord]:
         """Those of the first rank of this host, which is in a lane."""
@@ -275,7 +279,7 @@ class MultiHostCall:
             table[rank] = torch.frombuffer(bytearray(bytes(record)), dtype=torch.uint8)
         request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=0, count=table.numel())
         request.input = request.output = address_of(table)
-        self.run_local(request)
+        self._run_local(request)
         return {
             rank: CallRecord.from_buffer_copy(row.numpy().tobytes())
             for rank, row in enumerate(table)

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from paceline._torch_internals import AllgatherOptions, PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread
 from paceline.backend.engine import Reduction, Ticket
+from paceline.backend.group_options import GroupOptions
 from paceline.backend.hierarchical_reduce import reduce_hierarchically
 from paceline.backend.host_engine import core_dtype, dtype_label
+from paceline.backend.host_placement import Placement
 from paceline.backend.multi_host_call import Links, MultiHostCall, is_timeout
-from paceline.backend.placement import Placement
 from paceline.core import Communicator
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
 from paceline.core.dtypes import BYTES
@@ -49,10 +50,12 @@ class MultiHostEngine:
         host_of: Sequence[int],
         comm: Communicator,
         timeout: timedelta,
+        group_options: GroupOptions,
     ) -> None:
         self._placement = Placement.of(rank, host_of)
         self.rank, self.size = rank, self._placement.size
         self._timeout = timeout
+        self._wire_dtype = group_options.wire_dtype
         self._sequence = 0
         self._links = Links(store, self._placement, comm, timeout)
         self._signals = PrefixStore("signals/", store)
@@ -63,9 +66,7 @@ class MultiHostEngine:
         self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
         header = self._header(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
-        return self._start(
-            header, lambda call: reduce_hierarchically(call, tensor, op), wait, timeout_ns
-        )
+        return self._start(header, lambda call: self._reduce(call, tensor, op), wait, timeout_ns)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
@@ -74,9 +75,7 @@ class MultiHostEngine:
         header = self._header(Kind.REDUCE, dtype, tensor.numel(), op=op.code, root=root)
         # Only the root's tensor may change.
         own = tensor if self.rank == root else tensor.clone()
-        return self._start(
-            header, lambda call: reduce_hierarchically(call, own, op), wait, timeout_ns
-        )
+        return self._start(header, lambda call: self._reduce(call, own, op), wait, timeout_ns)
 
     def reduce_scatter(
         self,
@@ -93,7 +92,7 @@ class MultiHostEngine:
 
         def run(call: MultiHostCall) -> None:
             whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            reduce_hierarchically(call, whole, op)
+            self._reduce(call, whole, op)
             output.copy_(whole.split(counts)[self.rank].view_as(output))
 
         return self._start(header, run, wait, timeout_ns)
@@ -224,6 +223,9 @@ class MultiHostEngine:
         self._links.close()
 
     # --- steps ------------------------------------------------------------------------------------
+    def _reduce(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
+        reduce_hierarchically(call, tensor, op, self._wire_dtype)
+
     def _header(
         self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
     ) -> CallRecord:

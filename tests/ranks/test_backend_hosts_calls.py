@@ -1,0 +1,198 @@
+"""Calls between hosts that differ, are interrupted or aborted. Hosts are simulated by giving ranks
+different host identities: what is between them is Gloo over the loopback device.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import init_group, run_ranks
+
+PLACEMENTS = {"2x2": [0, 0, 1, 1], "uneven": [0, 0, 1], "3 hosts": [0, 1, 1, 2]}
+
+
+def join(rank, host_of):
+    """A group of ranks that believe to be on these hosts."""
+    from datetime import timedelta
+
+    import torch.distributed as dist
+
+    from paceline.backend import create
+
+    create.host_identity = lambda: f"host{host_of[rank]}"
+    init_group("paceline", timeout=timedelta(seconds=60))
+    assert type(dist.group.WORLD.engine).__name__ == "MultiHostEngine"
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_calls_that_differ_are_listed_by_every_rank_and_the_group_lives_on(placement):
+    host_of = PLACEMENTS[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import MismatchError
+
+        join(rank, host_of)
+        lengths = (10, 5_000, 700_000)  # carried whole, in one block, in several
+        calls = [
+            (odd, length, lambda n: dist.all_reduce(torch.ones(n)))
+            for odd in range(world)
+            for length in lengths
+        ]
+        for odd, length, call in calls:
+            with pytest.raises(MismatchError) as raised:
+                call(length + 1 if rank == odd else length)
+            assert sorted(raised.value.values) == list(range(world))
+            assert f"rank {odd}: all_reduce of {length + 1} float32" in str(raised.value)
+            other = (odd + 1) % world
+            assert f"rank {other}: all_reduce of {length} float32" in str(raised.value)
+            data = torch.ones(length)
+            dist.all_reduce(data)
+            assert torch.equal(data, torch.full((length,), float(world)))
+        for odd in range(world):
+            with pytest.raises(MismatchError, match="barrier"):
+                dist.barrier() if rank == odd else dist.all_reduce(torch.ones(700_000))
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+def test_ctrl_c_ends_a_wait_for_another_host():
+    def check(rank, world):
+        import os
+        import signal
+        import threading
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        join(rank, [0, 0, 1])
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 2:  # alone on its host, and late for ever
+            store.wait(["interrupted"])
+            with pytest.raises(GroupError):
+                dist.all_reduce(torch.ones(3))
+            return
+        start = time.monotonic()
+        if rank == 0:
+            timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                dist.all_reduce(torch.ones(3))
+            timer.join()
+            store.set("interrupted", "")
+        else:
+            with pytest.raises(GroupError):
+                dist.all_reduce(torch.ones(3))
+        assert time.monotonic() - start < 10
+
+    run_ranks(3, check, timeout=60)
+
+
+def test_abort_ends_the_waits_of_all_hosts():
+    def check(rank, world):
+        import threading
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        join(rank, [0, 1, 1])
+        dist.barrier()
+        store = dist.distributed_c10d._get_default_store()
+        start = time.monotonic()
+        if rank == 0:  # alone on its host, and late for ever
+            store.wait(["aborted"])
+        elif rank == 1:
+            timer = threading.Timer(0.5, dist.group.WORLD.abort)
+            timer.start()
+        with pytest.raises(GroupError):
+            dist.all_reduce(torch.ones(100_000))
+        assert time.monotonic() - start < 10
+        if rank == 1:
+            timer.join()
+            store.set("aborted", "")
+
+    run_ranks(3, check, timeout=60)
+
+
+def test_asynchronous_calls_run_in_order_and_are_waited_for_in_any():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        join(rank, [0, 0, 1, 1])
+        data = [torch.full((n,), float(n)) for n in (1, 300_000, 7, 90_000)]
+        works = [dist.all_reduce(tensor, async_op=True) for tensor in data]
+        for work in reversed(works):
+            work.wait()
+        for tensor in data:
+            assert torch.equal(tensor, torch.full_like(tensor, float(world * tensor.numel())))
+        dist.destroy_process_group()
+
+    run_ranks(4, check, timeout=60)
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_a_wire_dtype_rounds_between_hosts_only_and_all_ranks_alike(placement):
+    host_of = PLACEMENTS[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupOptions
+
+        join(rank, host_of)
+        group = dist.new_group(pg_options=GroupOptions(wire_dtype=torch.bfloat16))
+        parts = [
+            torch.randn(300_001, generator=torch.Generator().manual_seed(r)) for r in range(world)
+        ]
+        found = parts[rank].clone()
+        dist.all_reduce(found, group=group)
+        hosts = max(host_of) + 1
+        sums = []
+        for host in range(hosts):
+            members = [parts[r] for r in range(world) if host_of[r] == host]
+            total = members[0].clone()
+            for part in members[1:]:
+                total += part
+            sums.append(total.bfloat16())
+        wanted = sums[0].float()
+        for rounded in sums[1:]:
+            wanted += rounded
+        if hosts > 2:  # a host sends its sum of a piece on, rounded once more
+            wanted = wanted.bfloat16().float()
+        assert torch.equal(found, wanted)
+        short = torch.full((7,), 1.0 + 2.0**-20)
+        dist.all_reduce(short, group=group)
+        assert torch.equal(short, torch.full((7,), world * (1.0 + 2.0**-20)))
+        average = torch.full((300_001,), float(rank))
+        dist.all_reduce(average, dist.ReduceOp.AVG, group=group)
+        assert torch.equal(average, torch.full_like(average, sum(range(world)) / world).bfloat16())
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=60)
+
+
+def test_ranks_that_give_different_wire_dtypes_are_told():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupOptions, MismatchError
+
+        join(rank, [0, 1])
+        options = GroupOptions(wire_dtype=torch.bfloat16) if rank else None
+        with pytest.raises(MismatchError, match=r"rank 0 None, rank 1 torch\.bfloat16"):
+            dist.new_group(pg_options=options)
+
+    run_ranks(2, check, timeout=60)
