@@ -55,6 +55,7 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import digest_line, tensor_digest
 
 __all__ = ["Training"]
@@ -518,6 +519,8 @@ def _exchange(shards: int) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
+    if SharedExchange.serves(group):
+        return SharedExchange(group, shards)
     return GroupExchange(group)
 
 
