@@ -72,7 +72,7 @@ def averaged(rank, world, kind, owners):
         for number in mine:
             tree.add_leaf(number, gradients_of_shard(parameters.parameters, number))
         shards = [[n for n, owner in enumerate(deal) if owner == r] for r in range(world)]
-        nodes = [subtrees(each, SHARDS) for each in shards]
+        nodes = [subtrees(tuple(each), SHARDS) for each in shards]
         exchange.gather({"rank": rank})
         means = exchange.average_nodes(tree.nodes, nodes, forms, plan)
         for mean, form in zip(means, forms, strict=True):

@@ -373,9 +373,10 @@ class Training:
 
     def _load_extras(self, state: Mapping[str, Any]) -> None:
         self._changed_buffers = set(state["buffers"])
-        for buffer in named_buffers(self.model):
-            if buffer.name in state["buffers"]:
-                buffer.set(buffer.current, state["buffers"][buffer.name])
+        with torch.no_grad():
+            for buffer in named_buffers(self.model):
+                if buffer.name in state["buffers"]:
+                    buffer.current.copy_(state["buffers"][buffer.name])
         for name, parameter in self.model.named_parameters():
             gradient = state["gradients"].get(name)
             # Sparse tensors are copied as they are; a dense one gets the parameter's layout.

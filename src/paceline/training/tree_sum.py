@@ -15,7 +15,8 @@ computed which shard decides only where the children of a node meet, never what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 __all__ = ["HeldNode", "Node", "TreeSum", "additions", "subtrees"]
@@ -64,12 +65,13 @@ class TreeSum(Generic[_T]):
         return self.nodes[self._height, 0]
 
 
-def subtrees(numbers: Iterable[int], leaves: int) -> list[Node]:
+@functools.lru_cache(maxsize=1024)
+def subtrees(numbers: tuple[int, ...], leaves: int) -> tuple[Node, ...]:
     """The nodes that a rank with these shards holds when it has computed them, in order."""
     tree = TreeSum[int](leaves, lambda left, _: left)
     for number in numbers:
         tree.add_leaf(number, 0)
-    return sorted(tree.nodes, key=lambda node: node[1] << node[0])
+    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
 
 
 class HeldNode(NamedTuple):
