@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from paceline.training.audit import Audit
 from paceline.training.input_alignment import align_inputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
 from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_price import ShardPrice
 from paceline.training.shard_random import ShardSeeds, seed_generators
 
 __all__ = ["GlobalBatch"]
@@ -45,6 +47,7 @@ class GlobalBatch:
         plan: BatchPlan,
         own: Sequence[Shard],
         audit: Audit | None,
+        price: ShardPrice | None,
         inputs: Iterator[Any],
         setting: PassSetting,
         seeds: Callable[[int], ShardSeeds],
@@ -52,6 +55,7 @@ class GlobalBatch:
     ) -> None:
         self.epoch, self.number, self.step, self.samples = epoch, number, step, plan.samples
         self._plan, self._audit, self._inputs = plan, audit, inputs
+        self._price = price
         is_auditor = audit is not None and audit.auditor == setting.exchange.rank
         # The shard of another rank that is computed here as well comes last.
         self._work = [(shard, False) for shard in own]
@@ -85,13 +89,16 @@ class GlobalBatch:
         )
         self._passes += 1
         failure: StepError | None = None
+        apart_s = 0.0
         try:
             for index, (shard, is_audit) in enumerate(self._work):
                 inputs = self._input(index)
                 work.begin(shard)
+                started = time.perf_counter()
                 self._in_shard = True
                 yield inputs
                 self._in_shard = False
+                apart_s += time.perf_counter() - started
                 if is_audit:
                     work.end_audit(shard)
                     continue
@@ -100,6 +107,8 @@ class GlobalBatch:
                 except StepError as error:
                     failure = error
                     break
+            if self._price is not None and self._audit is None and failure is None:
+                yield from self._measure(self._price, work, apart_s)
         except GeneratorExit:
             self._state = _State.LEFT_EARLY
             raise
@@ -109,6 +118,19 @@ class GlobalBatch:
         self._metrics.update(result.metrics)
         self._state = _State.COMPLETE
         self._on_complete(result)
+
+    def _measure(self, price: ShardPrice, work: ShardPass, apart_s: float) -> Iterator[Any]:
+        """All shards of this rank as one, which counts for nothing but the time it takes."""
+        merged = price.merged(self._loaded[: len(self._work)])
+        if merged is None:
+            return
+        work.begin(self._work[0][0])
+        started = time.perf_counter()
+        self._in_shard = True
+        yield merged
+        self._in_shard = False
+        price.add(apart_s, time.perf_counter() - started)
+        work.forget_shard()
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Log numbers of the current shard: the mean over its samples, or a tensor with one or more

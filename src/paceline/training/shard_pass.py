@@ -124,6 +124,10 @@ class ShardPass:
     def end_audit(self, shard: Shard) -> None:
         """Take the digests of a shard that another rank has computed, too, and nothing else."""
         self._audited.append(digests_of(self._setting.parameters.parameters))
+        self.forget_shard()
+
+    def forget_shard(self) -> None:
+        """Leave no trace of the shard that was begun last."""
         self._gradients.clear()
         self._buffers.put_back()
 

@@ -54,6 +54,7 @@ from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan, deal
+from paceline.training.shard_price import ShardPrice
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import digest_line, tensor_digest
@@ -91,6 +92,10 @@ class Training:
         audit_every: every so many steps another rank computes one shard a second time. If it finds
             other bytes, every rank raises `MismatchError`: a broken processor or memory is found,
             or code that depends on who runs it.
+        measure_shards: measure in a few of the first steps what it costs that there are more
+            shards than ranks, and say so in one line if it is more than a tenth. The loop over
+            shards gets a few more batches for it on rank 0, each as large as all of its shards;
+            they change nothing that is trained.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -113,6 +118,7 @@ class Training:
         save_every: SaveEvery = None,
         keep: int = 3,
         audit_every: int | None = None,
+        measure_shards: bool = False,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -127,6 +133,11 @@ class Training:
         self.strict = strict
         self._audits = AuditPlan(audit_every, seed)
         self._exchange = _exchange(shards)
+        self._price = (
+            ShardPrice(shards, self._exchange.size)
+            if measure_shards and self._exchange.rank == 0
+            else None
+        )
         keep_freed_memory(self._exchange.size)
         align_model(model)
         self._epoch, self._batches_done, self._step = 0, 0, 0
@@ -212,6 +223,7 @@ class Training:
                     plan=plan,
                     own=deals[self._exchange.rank],
                     audit=self._audits.audit_of(step, deals),
+                    price=self._price,
                     inputs=inputs,
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
