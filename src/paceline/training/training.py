@@ -20,7 +20,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 
 from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
+from paceline.checkpoint.restoration import way_back
 from paceline.data import DataLoader
 from paceline.data.batch_requests import BatchRange
 from paceline.data.rng import check_seed
@@ -363,6 +364,8 @@ class Training:
             strict: whether another kind of machine or version of torch is refused; that of the
                 constructor by default. False only warns.
 
+        If it fails, everything holds what it held before.
+
         Raises:
             ConfigError: the state is of other data, another order, or another way of training.
             StepError: this is inside the loop over `batch.shards()`.
@@ -374,6 +377,35 @@ class Training:
                 "go on with the batches of before: load before the loops"
             )
         self._check_saved(state, self.strict if strict is None else strict)
+        put_back = self._way_back()
+        try:
+            self._load(state)
+        except BaseException:
+            put_back()
+            raise
+
+    def _way_back(self) -> Callable[[], None]:
+        """A function that puts back all that a state is loaded into."""
+        parts = (self.model, *self._optimizers.values(), *self._state.values())
+        ways = [way for way in map(way_back, parts) if way is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        position = self._sampler.position.epoch, self._sampler.position.batch
+        place = self._epoch, self._batches_done, self._step, self._counted_step, self._epoch_done
+        changed_buffers = self._changed_buffers
+
+        def put_back() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self._sampler.position.seek(*position)
+            self._epoch, self._batches_done, self._step = place[:3]
+            self._counted_step, self._epoch_done = place[3:]
+            self._changed_buffers = changed_buffers
+            for way in ways:
+                way()
+
+        return put_back
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state["loader"])
         self.model.load_state_dict(state["model"])
         for kind, objects in (("optimizers", self._optimizers), ("state", self._state)):
@@ -509,8 +541,8 @@ class _Loading:
     def __init__(self, training: Training, strict: bool | None) -> None:
         self._training, self._strict = training, strict
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._training.state_dict()
+    def way_back(self) -> Callable[[], None]:
+        return self._training._way_back()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._training.load_state_dict(state, self._strict)
