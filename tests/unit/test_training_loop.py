@@ -263,7 +263,7 @@ def test_a_constant_would_drift_if_it_were_averaged(monkeypatch):
     loader = paceline.DataLoader(data(), 10)  # shards of 3 and 2 samples
     model, _, training = make(Statistics(), loader=loader)
     constant = model.constant.clone()
-    monkeypatch.setattr(shard_buffers, "_same_bits", lambda one, other: False)
+    monkeypatch.setattr(shard_buffers._Group, "changed", lambda group, row: group._numbers)
     for batch in training.batches():
         backward(model, batch)
     assert not torch.equal(model.constant.view(torch.int32), constant.view(torch.int32))
@@ -609,6 +609,65 @@ def test_another_machine_is_refused_by_name_or_warned_of():
     assert {"torch", "processor", "oneDNN"} <= set(training.fingerprint)
 
 
+class Versioned:
+    """A part of the state that cannot be loaded in another version, after others have been."""
+
+    def state_dict(self):
+        return {"version": 1}
+
+    def load_state_dict(self, state):
+        if state["version"] != 1:
+            raise ValueError("refused")
+
+
+def trained_with_wide_momentum():
+    """Two steps, with momentum in a wider type than its parameters, which torch would round."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, training = make(model, optimizer, state={"versioned": Versioned()})
+    for batch in training.batches():
+        step(model, batch, optimizer)
+        if training.step == 2:
+            break
+    for parameter in model.parameters():
+        optimizer.state[parameter]["momentum_buffer"] = torch.rand(parameter.shape).double()
+        parameter.grad = torch.ones_like(parameter)
+    return optimizer, training
+
+
+@pytest.mark.parametrize("through_a_file", [True, False])
+def test_a_state_that_cannot_be_loaded_changes_nothing(through_a_file, tmp_path):
+    optimizer, training = trained_with_wide_momentum()
+    saved = copy.deepcopy(training.state_dict())
+    saved["step"] += 1
+    saved["state"]["versioned"]["version"] = 2
+    saved["model"] = {name: value + 1 for name, value in saved["model"].items()}
+    paceline.save(tmp_path / "other.pt", training=saved)
+    before = training.digest(), training.step, training.epoch
+    gradients = [parameter.grad for parameter in training.model.parameters()]
+    momentum = optimizer.state_dict()["state"][0]["momentum_buffer"]
+    load, source = training.load_state_dict, saved
+    if through_a_file:
+        load, source = training.load, tmp_path / "other.pt"
+    with pytest.raises(ValueError, match="refused") as caught:
+        load(source)
+    assert not any("could not" in note for note in getattr(caught.value, "__notes__", []))
+    assert (training.digest(), training.step, training.epoch) == before
+    assert optimizer.state_dict()["state"][0]["momentum_buffer"] is momentum
+    for parameter, gradient in zip(training.model.parameters(), gradients, strict=True):
+        assert parameter.grad is gradient
+
+
+def test_loading_a_file_inside_the_loop_changes_nothing(tmp_path):
+    training = make()[2]
+    training.save(tmp_path / "training.pt")
+    for _ in training.batches():
+        with pytest.raises(ConfigError, match="load before the loops") as caught:
+            training.load(tmp_path / "training.pt")
+        assert caught.value.__notes__[-1].startswith("nothing was loaded")
+        break
+
+
 def test_what_is_no_saved_state_is_refused():
     with pytest.raises(ConfigError, match="not a state"):
         make()[2].load_state_dict({"model": {}})
@@ -668,6 +727,51 @@ def test_an_audit_is_by_another_rank(world, shards, number, every):
         (owner,) = [rank for rank, own in enumerate(deals) if audit.shard in own]
         assert 0 <= audit.auditor < world
         assert (audit.auditor != owner) is (world > 1)
+
+
+# --- what the shards cost ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "gan"])
+def test_measuring_the_shards_changes_nothing(name, capsys):
+    measured = exact_models.train(name, 7, measure_shards=True)
+    said = capsys.readouterr().err
+    assert measured == exact_models.train(name, 7)
+    assert capsys.readouterr().err == ""
+    # Models that are all overhead.
+    assert re.fullmatch(
+        r"paceline: 8 shards on 1 rank take \d+\.\d times as long as 1 would.*\n", said
+    )
+
+
+def sizes_in_the_loop(collate=None, **options):
+    loader = paceline.DataLoader(data(), BATCH, **({"collate_fn": collate} if collate else {}))
+    model, _, training = make(loader=loader, **options)
+    sizes = []
+    for _ in training.epochs(4):
+        for batch in training.batches():
+            sizes.append([])
+            for inputs in batch.shards():
+                sizes[-1].append(len(inputs[0]))
+                F.mse_loss(model(inputs[0]), inputs[1]).backward()
+                batch.log(size=len(inputs[0]))
+            model.zero_grad()
+    return sizes
+
+
+def test_a_few_early_steps_have_one_large_batch_more():
+    plain, measured = sizes_in_the_loop(), sizes_in_the_loop(measure_shards=True)
+    extra = [more[len(less) :] for less, more in zip(plain, measured, strict=True)]
+    assert extra[:2] == [[], []]
+    assert [sum(each) for each in extra if each] == [sum(plain[2]), BATCH, BATCH]
+
+
+def test_batches_that_cannot_be_joined_are_not_measured():
+    def with_names(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return x, y, ["name"] * len(x)
+
+    assert sizes_in_the_loop(with_names, measure_shards=True) == sizes_in_the_loop(with_names)
 
 
 # --- finding differences ----------------------------------------------------------------------

@@ -3,14 +3,14 @@
 An object's `load_state_dict` may fail after it has changed the object, and it may fail after others
 were loaded. So what an object holds is copied before it is loaded, to the host's memory, and put
 back if anything fails. A module and an optimizer are put back directly, which cannot fail and
-rounds nothing; anything else by its own `load_state_dict`.
+rounds nothing; so is what knows a way back of its own; anything else by its `load_state_dict`.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from paceline._state_dict import align_names
 from paceline.checkpoint.content import unwrapped
 from paceline.errors import ConfigError
 
-__all__ = ["Restoration"]
+__all__ = ["KnowsWayBack", "Restoration", "way_back"]
 
 
 class Restoration:
@@ -44,7 +44,7 @@ class Restoration:
 
     def load(self, states: Mapping[str, Any]) -> None:
         """Load each target's state. After an error, `undo` is needed."""
-        undo = {name: _way_back(target) for name, target in self._targets.items()}
+        undo = {name: way_back(target) for name, target in self._targets.items()}
         # What cannot be put back comes last, when the others have been loaded.
         for name in sorted(self._targets, key=lambda name: undo[name] is None):
             self._undo[name] = undo[name]
@@ -81,8 +81,18 @@ def _load(target: Any, state: Any, strict: bool) -> None:
         target.load_state_dict(state)
 
 
-def _way_back(target: Any) -> Callable[[], None] | None:
-    """A function that puts back what the object holds now."""
+@runtime_checkable
+class KnowsWayBack(Protocol):
+    """An object that can put back what it holds, better than by its own state dict."""
+
+    def way_back(self) -> Callable[[], None]:
+        """A function that puts back what the object holds now."""
+
+
+def way_back(target: Any) -> Callable[[], None] | None:
+    """A function that puts back what the object holds now; None if there is no way."""
+    if isinstance(target, KnowsWayBack):
+        return target.way_back()
     if isinstance(target, nn.Module):
         return _module_way_back(target)
     # An optimizer of another library may keep more than torch's class knows.

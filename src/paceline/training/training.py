@@ -20,7 +20,7 @@ import contextlib
 import functools
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from paceline import checkpoint
 from paceline._malloc import keep_freed_memory
 from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
+from paceline.checkpoint.restoration import way_back
 from paceline.data import DataLoader
 from paceline.data.changing_ranks import set_ranks
 from paceline.data.rng import check_seed
@@ -59,8 +60,10 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
+from paceline.training.shard_price import ShardPrice
 from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
 from paceline.training.work_sharing import WorkSharing
 
@@ -99,6 +102,10 @@ class Training:
             or code that depends on who runs it.
         steal: let ranks that are through compute shards of slower ones, and deal out fewer to
             those. False leaves every rank its even share. Bits do not depend on it.
+        measure_shards: measure in a few of the first steps what it costs that there are more
+            shards than ranks, and say so in one line if it is more than a tenth. The loop over
+            shards gets a few more batches for it on rank 0, each as large as all of its shards;
+            they change nothing that is trained.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -122,6 +129,7 @@ class Training:
         keep: int = 3,
         audit_every: int | None = None,
         steal: bool = True,
+        measure_shards: bool = False,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -156,6 +164,7 @@ class Training:
             self._generations.begin()
             set_ranks(self._generations)
             self._generations.report_step(self._step)
+        self._price = ShardPrice(shards, self._exchange.size) if measure_shards else None
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
         self._stopping = self._generations is not None and self._generations.has_left
@@ -232,6 +241,7 @@ class Training:
                     step=step,
                     plan=plan,
                     audit=audit,
+                    price=self._price if self._exchange.rank == 0 else None,
                     inputs=inputs.begin(number),
                     new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
                     setting=setting,
@@ -384,6 +394,8 @@ class Training:
             strict: whether another kind of machine or version of torch is refused; that of the
                 constructor by default. False only warns.
 
+        If it fails, everything holds what it held before.
+
         Raises:
             ConfigError: the state is of other data, another order, or another way of training.
             StepError: this is inside the loop over `batch.shards()`.
@@ -395,6 +407,35 @@ class Training:
                 "go on with the batches of before: load before the loops"
             )
         self._check_saved(state, self.strict if strict is None else strict)
+        put_back = self._way_back()
+        try:
+            self._load(state)
+        except BaseException:
+            put_back()
+            raise
+
+    def _way_back(self) -> Callable[[], None]:
+        """A function that puts back all that a state is loaded into."""
+        parts = (self.model, *self._optimizers.values(), *self._state.values())
+        ways = [way for way in map(way_back, parts) if way is not None]
+        gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
+        position = self._sampler.position.epoch, self._sampler.position.batch
+        place = self._epoch, self._batches_done, self._step, self._counted_step, self._epoch_done
+        changed_buffers = self._changed_buffers
+
+        def put_back() -> None:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self._sampler.position.seek(*position)
+            self._epoch, self._batches_done, self._step = place[:3]
+            self._counted_step, self._epoch_done = place[3:]
+            self._changed_buffers = changed_buffers
+            for way in ways:
+                way()
+
+        return put_back
+
+    def _load(self, state: Mapping[str, Any]) -> None:
         self._sampler.load_state_dict(state["loader"])
         self.model.load_state_dict(state["model"])
         for kind, objects in (("optimizers", self._optimizers), ("state", self._state)):
@@ -406,9 +447,10 @@ class Training:
 
     def _load_extras(self, state: Mapping[str, Any]) -> None:
         self._changed_buffers = set(state["buffers"])
-        for buffer in named_buffers(self.model):
-            if buffer.name in state["buffers"]:
-                buffer.set(buffer.current, state["buffers"][buffer.name])
+        with torch.no_grad():
+            for buffer in named_buffers(self.model):
+                if buffer.name in state["buffers"]:
+                    buffer.current.copy_(state["buffers"][buffer.name])
         for name, parameter in self.model.named_parameters():
             gradient = state["gradients"].get(name)
             # Sparse tensors are copied as they are; a dense one gets the parameter's layout.
@@ -548,8 +590,8 @@ class _Loading:
     def __init__(self, training: Training, strict: bool | None) -> None:
         self._training, self._strict = training, strict
 
-    def state_dict(self) -> dict[str, Any]:
-        return self._training.state_dict()
+    def way_back(self) -> Callable[[], None]:
+        return self._training._way_back()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._training.load_state_dict(state, self._strict)
@@ -576,6 +618,8 @@ def _exchange(shards: int, steal: bool) -> Exchange:
     sharing = WorkSharing(
         rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
     )
+    if SharedExchange.serves(group):
+        return SharedExchange(group, shards, sharing)
     return GroupExchange(group, sharing)
 
 
