@@ -107,6 +107,10 @@ def _namespace() -> Iterator[int]:
 
 
 def _inside(pid: int, *command: str) -> None:
-    subprocess.run(
-        ["nsenter", "--target", str(pid), "--net", *command], check=True, capture_output=True
-    )
+    entered = ["nsenter", "--target", str(pid), "--net", *command]
+    ended = subprocess.run(entered, check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise PacelineError(
+            f"cannot simulate hosts: `{' '.join(command)}` failed: {ended.stderr.strip()} (a delay "
+            "needs the kernel's sch_netem, a rate its sch_tbf)"
+        )
