@@ -196,3 +196,36 @@ def test_ranks_that_give_different_wire_dtypes_are_told():
             dist.new_group(pg_options=options)
 
     run_ranks(2, check, timeout=60)
+
+
+def test_ddp_trains_the_same_replicas_on_all_hosts():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        join(rank, [0, 0, 1, 1])
+        rounded = dist.new_group(pg_options=paceline.GroupOptions(wire_dtype=torch.bfloat16))
+        for group, tolerance in ((dist.group.WORLD, 1e-6), (rounded, 1e-2)):
+            torch.manual_seed(0)
+            plain = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.Linear(200, 64))
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.Linear(200, 64))
+            model = paceline.DistributedDataParallel(net, process_group=group)
+            batch = torch.randn(8 * world, 64, generator=torch.Generator().manual_seed(1))
+            for _ in range(3):
+                for module, data in ((plain, batch), (model, batch[rank * 8 :][:8])):
+                    module.zero_grad()
+                    module(data).square().mean().backward()
+                    with torch.no_grad():
+                        for parameter in module.parameters():
+                            parameter.sub_(parameter.grad, alpha=0.1)
+            for mine, wanted in zip(net.parameters(), plain.parameters(), strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=tolerance, atol=tolerance)
+                replicas = [torch.empty_like(mine) for _ in range(world)]
+                dist.all_gather(replicas, mine.detach())
+                assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+        dist.destroy_process_group()
+
+    run_ranks(4, check, timeout=60)

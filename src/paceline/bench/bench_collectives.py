@@ -10,6 +10,7 @@ the machine hits them alike. Results are checked while measured. Columns:
                same time
     in place   buckets that already lie in shared memory, reduced where they lie (what
                DistributedDataParallel does)
+    bfloat16   between hosts: a group with `wire_dtype=torch.bfloat16`
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import multiprocessing
 import os
@@ -42,7 +44,7 @@ __all__ = ["add_arguments", "run"]
 # From 4 B to 256 MB.
 _SIZES = [4 << (2 * step) for step in range(14)]
 _PACELINE, _CORE, _GLOO, _MPI = "paceline", "core", "gloo", "mpi"
-_IN_PLACE, _LIMIT = "in place", "limit"
+_IN_PLACE, _LIMIT, _ROUNDED = "in place", "limit", "bfloat16"
 # The native core's codes.
 _FLOAT32, _SUM = 10, 0
 
@@ -89,6 +91,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
     )
     parser.add_argument(
+        "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
+    )
+    parser.add_argument(
         "--no-mpi", action="store_true", help="leave Open MPI out even if it is there"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
@@ -102,7 +107,7 @@ def run(options: argparse.Namespace) -> int:
     hosts, per_host = _placement(options.hosts)
     for ranks in [hosts * per_host] if hosts else options.ranks:
         timings = _measure(ranks, sizes, options, hosts)
-        _print(ranks, timings, hosts, options.link)
+        _print(ranks, timings, hosts, options)
         report += [
             {
                 "ranks": ranks,
@@ -143,7 +148,11 @@ def _measure(
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
-        host_pids = stack.enter_context(simulated_hosts(hosts, options.link)) if hosts else []
+        host_pids = (
+            stack.enter_context(simulated_hosts(hosts, options.link, options.delay))
+            if hosts
+            else []
+        )
         mpi = not hosts and stack.enter_context(_mpi_ranks(ranks, directory, options))
         arguments = (ranks, sizes, options.rounds, options.seconds, directory, mpi, host_pids)
         processes = [
@@ -183,9 +192,10 @@ def _run_rank(
 
     join_group("paceline", directory, rank, ranks)
     gloo = dist.new_group(backend="gloo")
+    rounded = _rounded_group() if host_pids else None
     timings = {}
     for size in sizes:
-        contestants = _contestants(size, gloo, rank, directory if mpi else None)
+        contestants = _contestants(size, gloo, rounded, rank, directory if mpi else None)
         timings[size] = _take_turns(contestants, rounds, seconds)
     if rank == 0:
         times = {
@@ -199,8 +209,23 @@ def _run_rank(
     dist.destroy_process_group()
 
 
+def _rounded_group() -> dist.ProcessGroup | None:
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    options = paceline.GroupOptions(wire_dtype=torch.bfloat16)
+    group: dist.ProcessGroup | None = dist.new_group(pg_options=options)
+    return group
+
+
 def _contestants(
-    size: int, gloo: dist.ProcessGroup, rank: int, mpi_directory: str | None
+    size: int,
+    gloo: dist.ProcessGroup,
+    rounded: dist.ProcessGroup | None,
+    rank: int,
+    mpi_directory: str | None,
 ) -> dict[str, _Turn]:
     import torch
     import torch.distributed as dist
@@ -239,6 +264,8 @@ def _contestants(
         _GLOO: all_reduce(through_torch(gloo)),
         _LIMIT: _limit_turn(data),
     }
+    if rounded is not None:
+        turns[_ROUNDED] = all_reduce(through_torch(rounded))
     all_on_one_host = hasattr(world.engine, "comm")
     if all_on_one_host:
         turns[_CORE] = all_reduce(through_core())
@@ -370,31 +397,40 @@ def _machine() -> dict[str, Any]:
 
 
 def _print(
-    ranks: int, timings: dict[int, dict[str, _Timings]], hosts: int = 0, link: str | None = None
+    ranks: int, timings: dict[int, dict[str, _Timings]], hosts: int, options: argparse.Namespace
 ) -> None:
     has_mpi = any(_MPI in row for row in timings.values())
     title = f"all_reduce, float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
     title += f", as {hosts} hosts" if hosts else ""
-    title += f" on links of {link}" if link else ""
+    title += f" on links of {options.link}" if options.link else ""
+    title += f" that take {options.delay}" if options.delay else ""
     against_mpi = ["x MPI"] if has_mpi else []
     columns = ["bytes", "min", "p50", "p99", "GB/s", "x Gloo", *against_mpi, "of limit"]
     if not hosts:
         columns += ["core", *against_mpi, "in place", "of limit"]
-    rows = [_table_row(size, row, has_mpi, hosts > 0) for size, row in timings.items()]
+    else:
+        # Medians: what a link does is not a matter of luck, and its first bytes are.
+        columns = ["bytes", "p50", "Gloo", "x Gloo", "bfloat16", "x Gloo"]
+    make_row = _hosts_row if hosts else functools.partial(_table_row, has_mpi=has_mpi)
+    rows = [make_row(size, row) for size, row in timings.items()]
     print_table(title, columns, rows)
 
 
-def _table_row(size: int, row: dict[str, _Timings], has_mpi: bool, has_hosts: bool) -> list[str]:
+def _hosts_row(size: int, row: dict[str, _Timings]) -> list[str]:
+    ours, gloo, rounded = (row[name].percentile(0.5) for name in (_PACELINE, _GLOO, _ROUNDED))
+    cells = [f"{size:,}", _time(ours), _time(gloo), f"{gloo / ours:.2f}"]
+    return [*cells, _time(rounded), f"{gloo / rounded:.2f}"]
+
+
+def _table_row(size: int, row: dict[str, _Timings], has_mpi: bool) -> list[str]:
     ours, limit = row[_PACELINE], row[_LIMIT].best
     cells = [f"{size:,}", *map(_time, (ours.best, ours.percentile(0.5), ours.percentile(0.99)))]
     cells += [f"{size / ours.best / 1e9:.2f}", f"{row[_GLOO].best / ours.best:.1f}"]
     cells += [f"{row[_MPI].best / ours.best:.2f}"] if has_mpi else []
     cells.append(f"{limit / ours.best:.0%}")
-    if not has_hosts:
-        core, in_place = row[_CORE].best, row[_IN_PLACE].best
-        cells += [_time(core), *([f"{row[_MPI].best / core:.2f}"] if has_mpi else [])]
-        cells += [f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
-    return cells
+    core, in_place = row[_CORE].best, row[_IN_PLACE].best
+    cells += [_time(core), *([f"{row[_MPI].best / core:.2f}"] if has_mpi else [])]
+    return [*cells, f"{size / in_place / 1e9:.2f} GB/s", f"{limit / in_place:.0%}"]
 
 
 def _time(seconds: float) -> str:

@@ -34,9 +34,11 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
-    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); yields one pid for
-    each, to `enter` it by.
+def simulated_hosts(
+    count: int, link: str | None = None, delay: str | None = None
+) -> Iterator[list[int]]:
+    """`count` hosts on one switch, each on a link of rate `link` ("1gbit") that takes `delay`
+    ("2ms") each way; yields one pid for each host, to `enter` it by.
     """
     if reason := why_not():
         raise PacelineError(f"cannot simulate hosts: {reason}")
@@ -53,10 +55,25 @@ def simulated_hosts(count: int, link: str | None = None) -> Iterator[list[int]]:
             _inside(host, "ip", "link", "set", _INTERFACE, "up")
             _inside(host, "ip", "link", "set", "lo", "up")
             if link is not None:
-                shape = ["root", "tbf", "rate", link, "burst", "256k", "latency", "100ms"]
+                shape = [
+                    "root",
+                    "handle",
+                    "1:",
+                    "tbf",
+                    "rate",
+                    link,
+                    "burst",
+                    "256k",
+                    "latency",
+                    "100ms",
+                ]
                 # What the host sends, and what it receives.
                 for pid, device in ((host, _INTERFACE), (switch, port)):
                     _inside(pid, "tc", "qdisc", "add", "dev", device, *shape)
+            if delay is not None:
+                place = ["parent", "1:1"] if link is not None else ["root"]
+                wait = ["netem", "delay", delay, "limit", "100000"]
+                _inside(host, "tc", "qdisc", "add", "dev", _INTERFACE, *place, *wait)
         yield hosts
 
 
@@ -90,6 +107,10 @@ def _namespace() -> Iterator[int]:
 
 
 def _inside(pid: int, *command: str) -> None:
-    subprocess.run(
-        ["nsenter", "--target", str(pid), "--net", *command], check=True, capture_output=True
-    )
+    entered = ["nsenter", "--target", str(pid), "--net", *command]
+    ended = subprocess.run(entered, check=False, capture_output=True, text=True)
+    if ended.returncode != 0:
+        raise PacelineError(
+            f"cannot simulate hosts: `{' '.join(command)}` failed: {ended.stderr.strip()} (a delay "
+            "needs the kernel's sch_netem, a rate its sch_tbf)"
+        )
