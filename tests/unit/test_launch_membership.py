@@ -128,7 +128,7 @@ class World:
         assert all(self.alive.get(each.id) == each for each in generation.members)
         assert len(generation.members) <= self.config.max_ranks
         assert len(generation.members) >= self.config.min_ranks or self.is_over
-        assert generation.reason
+        assert generation.number == 0 or generation.reason != "the job begins"
         if before is not None:
             assert generation.members != before.members
             left_out = {each.id for each in before.members} - {
@@ -186,6 +186,13 @@ def test_a_dead_rank_is_left_out_at_once_and_replaced(world):
     assert world.told[-1] == "rank 2 (pid 1004) joins: 4 ranks go on (generation 2)"
 
 
+def test_one_that_dies_before_it_joins_is_told_at_once(world):
+    world.end(2)
+    world.end(4)
+    assert world.told[-1] == "rank 2 (pid 1004) was killed by SIGKILL before it had joined"
+    assert len(world.generations) == 2
+
+
 def test_newcomers_that_are_ready_together_join_together(world):
     world.end(1, 2)
     assert len(world.generations) == 2
@@ -200,7 +207,7 @@ def test_too_few_ranks_wait_for_replacements():
     world.train(1)
     world.end(0, 1)
     assert len(world.generations) == 1
-    assert "2 of at least 3 ranks left; they wait for replacements" in world.told[-1]
+    assert "2 of at least 3 ranks left; they wait for new ones" in world.told[-1]
     world.ready(4)
     assert world.newest == [0, 2, 3]
     world.ready(5)
@@ -210,8 +217,12 @@ def test_too_few_ranks_wait_for_replacements():
 def test_all_may_die_and_begin_again(world):
     world.end(0, 1, 2, 3)
     assert sorted(world.alive) == [4, 5, 6, 7]
+    assert world.told[-1].endswith(
+        "no rank is left; new ones begin, from a checkpoint if there is one"
+    )
     world.ready(6)
     assert world.newest == [2], "nobody waits for slow ones: they join later"
+    assert world.told[-1] == "rank 2 (pid 1006) joins: 1 rank goes on (generation 1)"
 
 
 def test_one_that_leaves_is_left_out_and_replaced_while_the_target_stays(world):
@@ -242,6 +253,7 @@ def test_the_state_of_training_is_not_left_behind():
     assert world.newest == [0, 1]
     world.train(4)
     assert world.newest == [1]
+    assert world.told[-1] == "rank 0 (pid 1000) leaves: 1 rank goes on (generation 3)"
 
 
 def test_scaling_starts_ranks_in_free_slots_and_asks_the_highest_to_leave():
@@ -250,7 +262,7 @@ def test_scaling_starts_ranks_in_free_slots_and_asks_the_highest_to_leave():
     world.train(1)
     world.membership.scale(4)
     world.decide()
-    assert {order.member.slot for order in world.orders} == {2, 3}
+    assert {each.slot for each in world.alive.values()} == {0, 1, 2, 3}
     world.all_ready()
     world.train(2)
     assert world.newest == [0, 1, 2, 3]
@@ -261,14 +273,16 @@ def test_scaling_starts_ranks_in_free_slots_and_asks_the_highest_to_leave():
     assert world.newest == [0]
     assert world.end(1, 2, 3, code=0) == [Verdict.LEFT] * 3
     assert sorted(world.alive) == [0]
-    assert world.told[-1] == "scaled from 4 to 1: 1 rank goes on (generation 2)"
+    assert "scaled from 4 to 1 ranks" in world.told
+    leave = "; ".join(f"rank {slot} (pid 100{slot}) leaves" for slot in (1, 2, 3))
+    assert world.told[-1] == f"{leave}: 1 rank goes on (generation 2)"
 
 
 def test_one_that_starts_is_given_up_before_one_that_trains(world):
     world.end(0)
     world.membership.scale(3)
     world.decide()
-    assert world.orders == [Terminate(4)]
+    assert world.orders[-1] == Terminate(4)
     world.wait(4.0)
     assert world.orders == []
     world.wait(2.0)

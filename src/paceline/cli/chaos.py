@@ -209,6 +209,7 @@ class _Adversary:
         self._patience_s = patience_s
         self._strikes: list[_Strike] = []
         self._generations = 0
+        self._times_all_lost = 0
 
     def strike_until_over(self) -> None:
         page = self._find_page()
@@ -244,6 +245,7 @@ class _Adversary:
         while self._process.poll() is None:
             now, reached = time.monotonic(), _step_of(page)
             if reached != step:
+                self._times_all_lost += reached < step - 1  # no two ranks are further apart
                 step, since = reached, now
                 self._note_progress(step, now)
             elif now - since > self._patience_s:
@@ -295,6 +297,10 @@ class _Adversary:
                 longest = f"{max(times):.2f} s" if times else "-"
                 lines.append(f"  {kind.value:<26}{len(strikes):>6}{median:>25}{longest:>10}")
         lines.append(f"  {self._generations} generations")
+        if self._times_all_lost:
+            lines.append(
+                f"  all ranks were lost {self._times_all_lost} times: those after them began again"
+            )
         if self._planned:
             lines.append(f"  {len(self._planned)} faults were not reached: the run was over before")
         return "\n".join(lines)

@@ -175,7 +175,7 @@ class Membership:
         self._newest = Generation(-1, ())
         self._news: list[str] = []  # what happened since the newest generation began
         self._notices: list[str] = []  # further lines for the user
-        self._told_about_wait = False
+        self._told = 0  # how much of the news the user knows
         self._failed: int | None = None
         self._restarts = 0
         self._failed_starts = 0
@@ -210,7 +210,6 @@ class Membership:
         process = self._processes.get(member_id)
         if process is not None and process.stays:
             process.is_leaving = True
-            self._news.append(f"{process.name} leaves")
 
     def failing(self, member_id: int, *, has_lost_peer: bool) -> None:
         """An error that nobody handled is ending a process."""
@@ -238,7 +237,7 @@ class Membership:
         """The user wants so many ranks; as many as there may be, if that is out of range."""
         target = min(max(ranks, self._config.min_ranks), self._config.max_ranks)
         if target != self._target:
-            self._news.append(f"scaled from {self._target} to {target}")
+            self._notices.append(f"scaled from {self._target} to {target} ranks")
             self._target = target
 
     def stop(self) -> None:
@@ -258,15 +257,19 @@ class Membership:
         """A process has ended."""
         process = self._processes.pop(member_id)
         verdict = self._judge(process, exitcode)
+        what = f"{process.name} {process.how_it_ended(exitcode)}"
         if verdict is Verdict.FINISHED:
             self._phase = _Phase.FINISHING
-            self._news.append(f"{process.name} is done")
+            what = f"{process.name} is done"
         elif verdict is Verdict.FATAL:
             self._phase = _Phase.ENDING
         elif verdict is Verdict.LOST:
-            at_step = f" at step {self._job_step}" if self._job_step >= 0 else ""
-            self._news.append(f"{process.name} {process.how_it_ended(exitcode)}{at_step}")
             self._count_loss(process, now)
+            if not process.is_member:
+                self._notices.append(f"{what} before it had joined")
+        if process.is_member:
+            at_step = f" at step {self._job_step}" if self._job_step >= 0 else ""
+            self._news.append(f"{what}{at_step}")
         return verdict
 
     def _judge(self, process: _Process, exitcode: int) -> Verdict:
@@ -378,7 +381,7 @@ class Membership:
             key=lambda process: (process.step is not None, -process.member.slot),
         )
         for process in staying[: -self._lacking]:
-            process.is_leaving = True
+            self.leaving(process.member.id)
             yield Terminate(process.member.id)
 
     def _grow(self, now: float) -> Iterator[Order]:
@@ -404,16 +407,17 @@ class Membership:
     def _publish(self, now: float) -> Iterator[Order]:
         chosen = self._choose_members()
         members = tuple(sorted(process.member for process in chosen))
-        if members == self._newest.members or not members:
+        if members == self._newest.members:
             return
-        is_enough = len(members) >= self._config.min_ranks or self._phase is not _Phase.TRAINING
-        if not is_enough or self._waits_for_start():
+        least = self._config.min_ranks if self._phase is _Phase.TRAINING else 1
+        if len(members) < least or self._waits_for_start():
             yield from self._tell_about_wait(len(members))
             return
         for process in self._processes.values():
             if process.is_member and process not in chosen:
                 process.standing = _Standing.LEFT_OUT
                 process.kill_at, process.has_time_limit = now + _LEAVE_S, True
+                self._news.append(f"{process.name} leaves")
         for process in chosen:
             if not process.is_member:
                 process.standing = _Standing.MEMBER
@@ -421,11 +425,12 @@ class Membership:
                     self._news.append(f"{process.name} joins")
         reason = "; ".join(self._news) or "the job begins"
         self._newest = Generation(self._newest.number + 1, members, reason)
-        self._news, self._told_about_wait = [], False
+        untold = "; ".join(self._news[self._told :])
+        self._news, self._told = [], 0
         yield Publish(self._newest)
         if self._newest.number > 0 and self._phase is _Phase.TRAINING:
             plural = "rank goes" if len(members) == 1 else "ranks go"
-            yield Tell(f"{reason}: {len(members)} {plural} on (generation {self._newest.number})")
+            yield Tell(f"{untold}: {len(members)} {plural} on (generation {self._newest.number})")
 
     def _choose_members(self) -> list[_Process]:
         """Who should be in the next generation."""
@@ -459,13 +464,17 @@ class Membership:
         )
 
     def _tell_about_wait(self, count: int) -> Iterator[Order]:
-        needed = self._config.min_ranks
-        if self._newest.number >= 0 and count < needed and not self._told_about_wait:
-            self._told_about_wait = True
+        untold = "; ".join(self._news[self._told :])
+        if not untold or self._newest.number < 0 or self._phase is not _Phase.TRAINING:
+            return
+        self._told = len(self._news)
+        if count == 0:
             yield Tell(
-                f"{'; '.join(self._news)}: {count} of at least {needed} ranks left; they wait for "
-                "replacements"
+                f"{untold}: no rank is left; new ones begin, from a checkpoint if there is one"
             )
+        else:
+            least = self._config.min_ranks
+            yield Tell(f"{untold}: {count} of at least {least} ranks left; they wait for new ones")
 
 
 @dataclasses.dataclass

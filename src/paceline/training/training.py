@@ -179,7 +179,9 @@ class Training:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal (SIGTERM) has ended the loops, after a checkpoint was written."""
+        """Whether a signal (SIGTERM) has ended the loops: after a checkpoint was written, if there
+        is a directory for them.
+        """
         return self._stopping
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -277,6 +279,8 @@ class Training:
             self._stopping = True
         elif self._saves is not None and (generations is None or generations.is_settled):
             self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
+        elif generations is not None and generations.is_settled:
+            self._stopping = generations.save_request().stop
         return self._stopping
 
     @property
