@@ -36,7 +36,7 @@ from paceline.training.gradient_sums import (
 from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
 from paceline.training.parameter_set import ParameterSet
-from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuffers
+from paceline.training.shard_buffers import ChangedBuffers, NamedBuffer, ShardBuffers
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.shard_random import ShardSeeds, seed_generators
@@ -129,6 +129,10 @@ class ShardPass:
     def end_audit(self, shard: Shard) -> None:
         """Take the digests of a shard that another rank has computed, too, and nothing else."""
         self._audited.append(digests_of(self._setting.parameters.parameters))
+        self.forget_shard()
+
+    def forget_shard(self) -> None:
+        """Leave no trace of the shard that was begun last."""
         self._gradients.clear()
         self._buffers.put_back()
 
@@ -171,18 +175,19 @@ class ShardPass:
             return {"place": self._place, "failure": str(failure)}, []
         tensors: list[torch.Tensor] = []
         buffers = []
-        for number, values in self._buffers.changed.items():
-            buffers.append([number, list(values)])
-            tensors += values.values()
+        for shard, changes in self._buffers.changed.items():
+            buffers.append([shard, changes.numbers, list(changes.values)])
+            tensors += changes.values.values()
+        kinds = self._gradients.kinds()
         sparse = []
-        for node, gradients in self._gradients.nodes.items():
+        for node, gradients in self._gradients.nodes.items() if SPARSE in kinds else ():
             for number, gradient in enumerate(gradients):
                 if gradient is not None and gradient.is_sparse:
                     sparse.append([node, number, list(gradient.shape)])
                     tensors += [gradient.indices(), gradient.values()]
         facts = {
             "place": self._place,
-            "kinds": self._gradients.kinds(),
+            "kinds": kinds,
             "buffers": buffers,
             "sparse": sparse,
             "audited": self._audited,
@@ -221,6 +226,8 @@ class ShardPass:
 
     def _average(self, messages: Sequence[_Message]) -> Gradients:
         kinds = merged_kinds([message.kinds for message in messages])
+        if not kinds.strip(DENSE):
+            return self._average_nodes(messages, self._gradients.take_nodes(), kinds)
         means = {**self._average_dense(messages, kinds), **self._average_sparse(messages, kinds)}
         return [means.get(number) for number in range(len(kinds))]
 
@@ -230,19 +237,23 @@ class ShardPass:
         numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
         if not numbers:
             return {}
-        leaves = len(self._plan.shards)
         own = {
             node: [gradients[number] for number in numbers]
-            for node, gradients in self._gradients.nodes.items()
+            for node, gradients in self._gradients.take_nodes().items()
         }
-        self._gradients.nodes.clear()
-        means = self._setting.exchange.average_nodes(
+        means = self._average_nodes(messages, own, kinds)
+        return dict(zip(numbers, means, strict=True))
+
+    def _average_nodes(
+        self, messages: Sequence[_Message], own: dict[Node, Gradients], kinds: GradientKinds
+    ) -> Gradients:
+        leaves = len(self._plan.shards)
+        return self._setting.exchange.average_nodes(
             own,
             [subtrees(message.shards, leaves) for message in messages],
             self._setting.parameters.dense_forms(kinds),
             self._plan,
         )
-        return dict(zip(numbers, means, strict=True))
 
     def _average_sparse(
         self, messages: Sequence[_Message], kinds: GradientKinds
@@ -276,9 +287,9 @@ class _Message:
         self.audited: list[Digests] = facts.get("audited", [])
         self.pace = Pace(*facts.get("pace", (None, 0.0)))
         following = iter(tensors)
-        self.buffers: dict[int, BufferValues] = {
-            shard: {number: next(following) for number in numbers}
-            for shard, numbers in facts.get("buffers", [])
+        self.buffers = {
+            shard: ChangedBuffers(numbers, {group: next(following) for group in groups})
+            for shard, numbers, groups in facts.get("buffers", [])
         }
         self.sparse: dict[tuple[Node, int], torch.Tensor] = {}
         for (level, index), number, shape in facts.get("sparse", []):
@@ -288,6 +299,6 @@ class _Message:
             )
 
     @property
-    def shards(self) -> list[int]:
+    def shards(self) -> tuple[int, ...]:
         """The shards this rank has computed."""
-        return sorted(self.buffers)
+        return tuple(sorted(self.buffers))

@@ -56,8 +56,10 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
-from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
+from paceline.training.shard_price import ShardPrice
+from paceline.training.shard_queue import HostClaims, NoClaims
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import digest_line, tensor_digest
 from paceline.training.work_sharing import WorkSharing
 
@@ -96,6 +98,10 @@ class Training:
             or code that depends on who runs it.
         steal: let ranks that are through compute shards of slower ones, and deal out fewer to
             those. False leaves every rank its even share. Bits do not depend on it.
+        measure_shards: measure in a few of the first steps what it costs that there are more
+            shards than ranks, and say so in one line if it is more than a tenth. The loop over
+            shards gets a few more batches for it on rank 0, each as large as all of its shards;
+            they change nothing that is trained.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -119,6 +125,7 @@ class Training:
         keep: int = 3,
         audit_every: int | None = None,
         steal: bool = True,
+        measure_shards: bool = False,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -133,6 +140,11 @@ class Training:
         self.strict, self.steal = strict, steal
         self._audits = AuditPlan(audit_every, seed)
         self._exchange = _exchange(shards, steal)
+        self._price = (
+            ShardPrice(shards, self._exchange.size)
+            if measure_shards and self._exchange.rank == 0
+            else None
+        )
         keep_freed_memory(self._exchange.size)
         align_model(model)
         self._epoch, self._batches_done, self._step = 0, 0, 0
@@ -219,6 +231,7 @@ class Training:
                     step=step,
                     plan=plan,
                     audit=audit,
+                    price=self._price,
                     inputs=inputs.begin(number),
                     new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
                     setting=setting,
@@ -386,9 +399,10 @@ class Training:
 
     def _load_extras(self, state: Mapping[str, Any]) -> None:
         self._changed_buffers = set(state["buffers"])
-        for buffer in named_buffers(self.model):
-            if buffer.name in state["buffers"]:
-                buffer.set(buffer.current, state["buffers"][buffer.name])
+        with torch.no_grad():
+            for buffer in named_buffers(self.model):
+                if buffer.name in state["buffers"]:
+                    buffer.current.copy_(state["buffers"][buffer.name])
         for name, parameter in self.model.named_parameters():
             gradient = state["gradients"].get(name)
             # Sparse tensors are copied as they are; a dense one gets the parameter's layout.
@@ -522,19 +536,15 @@ def _exchange(shards: int, steal: bool) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
-    # Made in any case: that ranks disagree about `steal` is found out later.
-    claims = _claims(group, shards)
-    sharing = WorkSharing(
-        rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
-    )
-    return GroupExchange(group, sharing)
-
-
-def _claims(group: dist.ProcessGroup, shards: int) -> ShardClaims:
-    """Where ranks share memory, they can take shards over from each other."""
     if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
-        return HostClaims(group.engine.comm, shards)
-    return NoClaims()
+        # Made in any case: that ranks disagree about `steal` is found out later.
+        claims = HostClaims(group.engine.comm, shards)
+        sharing = WorkSharing(
+            rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
+        )
+        return SharedExchange(group, shards, sharing)
+    sharing = WorkSharing(rank, world_size, shards, NoClaims(), follows_speed=steal)
+    return GroupExchange(group, sharing)
 
 
 def _report_differences(what: str, found: list[str], strict: bool) -> None:
