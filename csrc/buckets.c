@@ -389,15 +389,33 @@ int plc_bucket_finish(plc_arena *arena, uint32_t index, int64_t timeout_ns) {
     return status;
 }
 
+plc_comm *arena_comm(const plc_arena *arena) { return arena->comm; }
+
+int arena_rings(plc_arena *arena, uint32_t index, pipeline *p) {
+    if (index >= arena->buckets || arena->table[index].ring_bytes == 0) return PLC_INVALID;
+    const bucket *b = &arena->table[index];
+    p->comm = arena->comm;
+    p->stages = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
+    p->stride = arena->bytes_per_rank;
+    p->ring_bytes = b->ring_bytes;
+    p->progress =
+        ((ring_control *)((char *)arena->mapping + progress_at(arena->ranks, arena->buckets)))
+            ->progress;
+    p->progress_stride = sizeof(ring_control);
+    p->first = arena->blocks;
+    return PLC_OK;
+}
+
+void arena_count_blocks(plc_arena *arena, const pipeline *p) {
+    arena->blocks += (uint32_t)p->blocks;
+}
+
 /* Both rings in the room the bucket was given. Every rank ends a call with what it staged read, and
  * begins to sum only when all have staged, hence have fetched the sums of the call before: so each
  * call may use the same room again. */
 static int reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t deadline) {
     const bucket *b = &arena->table[index];
-    uint64_t half = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
-    unsigned char *room = (unsigned char *)plc_arena_region(arena, 0) + b->offset;
-    pipeline p = {.comm = arena->comm,
-                  .deadline = deadline,
+    pipeline p = {.deadline = deadline,
                   .input = data,
                   .output = data,
                   .count = b->count,
@@ -405,24 +423,19 @@ static int reduce_external(plc_arena *arena, uint32_t index, void *data, int64_t
                   .op = b->op,
                   .factor = 1.0,
                   .weight = 1.0,
-                  .reads = true,
-                  .stages = room,
-                  .sums = room + half,
-                  .stride = arena->bytes_per_rank,
-                  .ring_bytes = half,
-                  .progress = ((ring_control *)((char *)arena->mapping +
-                                                progress_at(arena->ranks, arena->buckets)))
-                                  ->progress,
-                  .progress_stride = sizeof(ring_control),
-                  .first = arena->blocks};
+                  .reads = true};
+    int status = arena_rings(arena, index, &p);
+    if (status != PLC_OK) return status;
+    p.ring_bytes = b->ring_bytes / 2 / CACHE_LINE * CACHE_LINE;
+    p.sums = p.stages + p.ring_bytes;
     if (b->op == PLC_AVG && arena->weights.given) {
         p.op = arena->weights.uniform ? PLC_PREMUL_SUM : PLC_SUM;
         if (arena->weights.uniform) p.factor = arena->weights.factor;
         else p.weight = arena->weights.ranks[arena->rank];
     }
     pipeline_plan(&p);
-    int status = pipeline_run(&p, false);
-    if (status == PLC_OK) arena->blocks += (uint32_t)p.blocks;
+    status = pipeline_run(&p, false);
+    if (status == PLC_OK) arena_count_blocks(arena, &p);
     return status;
 }
 

@@ -1,11 +1,11 @@
 /* See pipeline.h. */
 #include "pipeline.h"
 
-/* More slack than two blocks, and all of it still fits a second-level cache. */
-#define RING_DEPTH 4
+static const pipeline_steps sums_over_ranks;
 
 void pipeline_plan(pipeline *p) {
     uint32_t ranks = p->comm->ranks;
+    p->steps = &sums_over_ranks;
     p->bytes = p->count * plc_element_bytes(p->dtype);
     p->stage_bytes = p->ring_bytes / RING_DEPTH;
     uint64_t most = p->stage_bytes / (ranks - 1) / CACHE_LINE * CACHE_LINE;
@@ -80,17 +80,13 @@ void pipeline_stage(const pipeline *p, uint64_t block) {
 static int stage_in_turn(const pipeline *p, uint64_t block, bool staged) {
     int status = block < RING_DEPTH ? PLC_OK : wait_for_peers(p, SUMMED, block - RING_DEPTH + 1);
     if (status != PLC_OK) return status;
-    if (!staged) pipeline_stage(p, block);
+    if (!staged) p->steps->stage(p, block);
     count_step(p, STAGED);
     return PLC_OK;
 }
 
-static int sum_block(const pipeline *p, uint64_t block) {
+static void sum_part(const pipeline *p, uint64_t block) {
     const plc_comm *comm = p->comm;
-    int status = wait_for_peers(p, STAGED, block + 1);
-    if (status == PLC_OK && block >= RING_DEPTH)
-        status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
-    if (status != PLC_OK) return status;
     uint64_t bytes, from = part_at(p, block, comm->rank, &bytes);
     uint64_t count = bytes / plc_element_bytes(p->dtype);
     const void *inputs[PLC_MAX_RANKS];
@@ -101,28 +97,43 @@ static int sum_block(const pipeline *p, uint64_t block) {
         reduce_block_twice(p->output + from, sums, inputs, comm->ranks, count, p->dtype, p->op,
                            p->factor);
     else reduce_block(sums, inputs, comm->ranks, count, p->dtype, p->op, p->factor);
+}
+
+static int sum_in_turn(const pipeline *p, uint64_t block) {
+    int status = wait_for_peers(p, STAGED, block + 1);
+    if (status == PLC_OK && block >= RING_DEPTH)
+        status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
+    if (status != PLC_OK) return status;
+    p->steps->sum(p, block);
     count_step(p, SUMMED);
     return PLC_OK;
 }
 
-static int fetch_block(const pipeline *p, uint64_t block) {
+static void fetch_parts(const pipeline *p, uint64_t block) {
     const plc_comm *comm = p->comm;
-    int status = wait_for_peers(p, SUMMED, block + 1);
-    if (status != PLC_OK) return status;
     for (uint32_t r = 0; p->reads && r < comm->ranks; r++) {
         uint64_t n, from = part_at(p, block, r, &n);
         if (r != comm->rank) memcpy(p->output + from, summed_by(p, r, block), n);
     }
+}
+
+static int fetch_in_turn(const pipeline *p, uint64_t block) {
+    int status = wait_for_peers(p, SUMMED, block + 1);
+    if (status != PLC_OK) return status;
+    p->steps->fetch(p, block);
     count_step(p, FETCHED);
     return PLC_OK;
 }
+
+static const pipeline_steps sums_over_ranks = {pipeline_stage, sum_part, fetch_parts};
 
 int pipeline_run(const pipeline *p, bool staged) {
     int status = PLC_OK;
     for (uint64_t step = 0; status == PLC_OK && step < p->blocks + 2; step++) {
         if (step < p->blocks) status = stage_in_turn(p, step, staged && step == 0);
-        if (status == PLC_OK && step >= 1 && step - 1 < p->blocks) status = sum_block(p, step - 1);
-        if (status == PLC_OK && step >= 2) status = fetch_block(p, step - 2);
+        if (status == PLC_OK && step >= 1 && step - 1 < p->blocks)
+            status = sum_in_turn(p, step - 1);
+        if (status == PLC_OK && step >= 2) status = fetch_in_turn(p, step - 2);
     }
     return status;
 }

@@ -11,9 +11,22 @@
 
 #include "internal.h"
 
+/* More slack than two blocks, and all of it still fits a second-level cache. */
+#define RING_DEPTH 4
+
+typedef struct pipeline pipeline;
+
+/* What is done with a block, each at a time when the memory it reads and writes is free for it. */
 typedef struct {
+    void (*stage)(const pipeline *p, uint64_t block);
+    void (*sum)(const pipeline *p, uint64_t block);
+    void (*fetch)(const pipeline *p, uint64_t block);
+} pipeline_steps;
+
+struct pipeline {
     plc_comm *comm;
     int64_t deadline;
+    const pipeline_steps *steps;
     /* What is summed. */
     const unsigned char *input;
     unsigned char *output;
@@ -33,13 +46,20 @@ typedef struct {
     uint32_t first;
     /* Filled in by pipeline_plan. */
     uint64_t bytes, part, blocks, stage_bytes;
-} pipeline;
+};
 
+/* Sums of one array of every rank, in the order of ranks. */
 void pipeline_plan(pipeline *p);
 /* The first block may be staged before the first phase; all others only by pipeline_run, which
  * stages it if not `staged`. */
 void pipeline_stage(const pipeline *p, uint64_t block);
 /* All ranks are there. When it ends, what this rank staged was read; its sums may still be read. */
 int pipeline_run(const pipeline *p, bool staged);
+
+/* --- buckets.c -------------------------------------------------------------------------------- */
+plc_comm *arena_comm(const plc_arena *arena);
+/* The room of an external bucket, and how far its arena is; PLC_INVALID for other buckets. */
+int arena_rings(plc_arena *arena, uint32_t index, pipeline *p);
+void arena_count_blocks(plc_arena *arena, const pipeline *p);
 
 #endif

@@ -229,6 +229,26 @@ PLC_API int plc_bucket_define_external(plc_arena *arena, uint32_t index, uint64_
 PLC_API int plc_bucket_reduce_external(plc_arena *arena, uint32_t index, void *data,
                                        int64_t timeout_ns);
 
+/* --- tree averages: sums of nodes of a binary tree, which ranks hold, and a division at its root
+ * ------------------------------ */
+typedef struct {
+    /* All nodes, in the order of the leaves below them. After a node is taken up, `adds` additions
+     * follow, each of the two sums that were made last: left plus right. */
+    uint32_t nodes;
+    const uint32_t *owners; /* the rank that holds each */
+    const uint32_t *adds;
+    /* A node is a row of arrays, which lie anywhere in memory. */
+    uint32_t arrays, dtype; /* PLC_F32 or PLC_F64 */
+    const uint64_t *ends;   /* of each array in the row, in elements */
+    const uint64_t *inputs; /* `arrays` addresses for each of this rank's nodes; 0: zeros */
+    const uint64_t *outputs; /* where this rank wants the result; may be those of a node */
+    uint64_t divisor;
+} plc_tree_average;
+/* All ranks, each with its nodes, once they know that all are there; the same on all of them but
+ * for inputs and outputs. The room is that of an external bucket. [GIL] */
+PLC_API int plc_arena_average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
+                                   int64_t timeout_ns);
+
 /* --- pieces: many arrays at their own addresses, in one call; no communicator needed
  * ------------------------------ */
 PLC_API void plc_copy_pieces(uint32_t pieces, const uint64_t *to, const uint64_t *from,

@@ -16,6 +16,7 @@ static const scenario scenarios[] = {
     SCENARIO(weighted_buckets),
     SCENARIO(whole_steps),
     SCENARIO(external_buckets),
+    SCENARIO(tree_averages),
     SCENARIO(two_groups),
     SCENARIO(updates),
     SCENARIO(meetings),

@@ -14,6 +14,7 @@ void buckets(uint64_t seed);
 void weighted_buckets(uint64_t seed);
 void whole_steps(uint64_t seed);
 void external_buckets(uint64_t seed);
+void tree_averages(uint64_t seed);
 void two_groups(uint64_t seed);
 
 /* updates.c */

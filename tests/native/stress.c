@@ -566,6 +566,64 @@ static void use_external_buckets(rank_thread *self) {
 
 void external_buckets(uint64_t seed) { in_worlds_with_arena(use_external_buckets, seed); }
 
+/* The eight leaves of a tree, which other ranks hold each time; a rank may hold none. Whatever it
+ * holds lies in three arrays, of which the second may be missing. */
+static void average_trees(rank_thread *self) {
+    enum { ROOM = 16384, LEAVES = 8, ARRAYS = 3, ELEMENTS = 9001 };
+    static const uint32_t adds[LEAVES] = {0, 1, 0, 2, 0, 1, 0, 3};
+    static const uint64_t ends[ARRAYS] = {1, 4000, ELEMENTS};
+    plc_arena *arena;
+    CHECK_STATUS(PLC_OK,
+                 plc_arena_open(self->comm, -1, self->in->shared, 8 * 50000, BUCKETS, &arena));
+    CHECK_STATUS(PLC_OK, plc_bucket_define_external(arena, 0, 4096, ROOM, 1, PLC_F64, PLC_SUM));
+    double *held = malloc(8 * ELEMENTS * (LEAVES + 1)), *result = held + ELEMENTS * LEAVES;
+    CHECK(held != NULL, "malloc: errno %d", errno);
+    for (int use = 0; use < 20; use++) {
+        uint64_t seed = next_random(&self->seed), inputs[LEAVES * ARRAYS], outputs[ARRAYS];
+        uint32_t owners[LEAVES], own = 0;
+        double *first = result;
+        for (uint32_t n = 0; n < LEAVES; n++) {
+            owners[n] = (uint32_t)value(seed, n, 1) % self->ranks;
+            if (owners[n] != self->rank) continue;
+            double *mine = held + ELEMENTS * own;
+            for (uint64_t i = 0; i < ELEMENTS; i++) mine[i] = (double)value(seed, n, i);
+            for (uint32_t a = 0; a < ARRAYS; a++)
+                inputs[own * ARRAYS + a] = (uint64_t)(uintptr_t)(mine + (a == 0 ? 0 : ends[a - 1]));
+            if (n == 5) inputs[own * ARRAYS + 1] = 0;
+            else if (own == 0 && use % 2) first = mine; /* in the memory of a node */
+            own++;
+        }
+        for (uint32_t a = 0; a < ARRAYS; a++)
+            outputs[a] = (uint64_t)(uintptr_t)(first + (a == 0 ? 0 : ends[a - 1]));
+        plc_tree_average what = {.nodes = LEAVES, .owners = owners, .adds = adds, .arrays = ARRAYS,
+                                 .dtype = PLC_F64, .ends = ends, .inputs = inputs,
+                                 .outputs = outputs, .divisor = 4};
+        maybe_nap(self);
+        CHECK_STATUS(PLC_OK, plc_arena_average_tree(arena, 0, &what, -1));
+        for (uint64_t i = 0; i < ELEMENTS; i++) {
+            double expected = 0;
+            for (uint32_t n = 0; n < LEAVES; n++)
+                expected += n == 5 && i >= ends[0] && i < ends[1] ? 0 : (double)value(seed, n, i);
+            CHECK(first[i] == expected / 4, "use %d, element %lu: %g instead of %g", use,
+                  (unsigned long)i, first[i], expected / 4);
+        }
+    }
+    static const uint32_t no_root[2] = {0, 0}, nobody[2] = {0, 1000};
+    plc_tree_average wrong = {.nodes = 2, .owners = no_root, .adds = no_root, .dtype = PLC_F64,
+                              .divisor = 1};
+    CHECK_STATUS(PLC_INVALID, plc_arena_average_tree(arena, 0, &wrong, -1));
+    wrong.adds = (const uint32_t[]){0, 1}, wrong.owners = nobody;
+    CHECK_STATUS(PLC_INVALID, plc_arena_average_tree(arena, 0, &wrong, -1));
+    wrong.owners = no_root, wrong.dtype = PLC_I32;
+    CHECK_STATUS(PLC_INVALID, plc_arena_average_tree(arena, 0, &wrong, -1));
+    wrong.dtype = PLC_F64;
+    CHECK_STATUS(PLC_INVALID, plc_arena_average_tree(arena, 1, &wrong, -1)); /* has no room */
+    free(held);
+    plc_arena_close(arena);
+}
+
+void tree_averages(uint64_t seed) { in_worlds_with_arena(average_trees, seed); }
+
 /* --- everything at once: two communicators of the same ranks, used from two threads each ------ */
 static void *collectives_in_a_thread(void *argument) {
     random_collectives(argument);

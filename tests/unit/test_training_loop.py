@@ -263,7 +263,7 @@ def test_a_constant_would_drift_if_it_were_averaged(monkeypatch):
     loader = paceline.DataLoader(data(), 10)  # shards of 3 and 2 samples
     model, _, training = make(Statistics(), loader=loader)
     constant = model.constant.clone()
-    monkeypatch.setattr(shard_buffers, "_same_bits", lambda one, other: False)
+    monkeypatch.setattr(shard_buffers._Group, "changed", lambda group, row: group._numbers)
     for batch in training.batches():
         backward(model, batch)
     assert not torch.equal(model.constant.view(torch.int32), constant.view(torch.int32))
@@ -668,6 +668,51 @@ def test_an_audit_is_by_another_rank(world, shards, number, every):
         (owner,) = [rank for rank, own in enumerate(deals) if audit.shard in own]
         assert 0 <= audit.auditor < world
         assert (audit.auditor != owner) is (world > 1)
+
+
+# --- what the shards cost ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "gan"])
+def test_measuring_the_shards_changes_nothing(name, capsys):
+    measured = exact_models.train(name, 7, measure_shards=True)
+    said = capsys.readouterr().err
+    assert measured == exact_models.train(name, 7)
+    assert capsys.readouterr().err == ""
+    # Models that are all overhead.
+    assert re.fullmatch(
+        r"paceline: 8 shards on 1 rank take \d+\.\d times as long as 1 would.*\n", said
+    )
+
+
+def sizes_in_the_loop(collate=None, **options):
+    loader = paceline.DataLoader(data(), BATCH, **({"collate_fn": collate} if collate else {}))
+    model, _, training = make(loader=loader, **options)
+    sizes = []
+    for _ in training.epochs(4):
+        for batch in training.batches():
+            sizes.append([])
+            for inputs in batch.shards():
+                sizes[-1].append(len(inputs[0]))
+                F.mse_loss(model(inputs[0]), inputs[1]).backward()
+                batch.log(size=len(inputs[0]))
+            model.zero_grad()
+    return sizes
+
+
+def test_a_few_early_steps_have_one_large_batch_more():
+    plain, measured = sizes_in_the_loop(), sizes_in_the_loop(measure_shards=True)
+    extra = [more[len(less) :] for less, more in zip(plain, measured, strict=True)]
+    assert extra[:2] == [[], []]
+    assert [sum(each) for each in extra if each] == [sum(plain[2]), BATCH, BATCH]
+
+
+def test_batches_that_cannot_be_joined_are_not_measured():
+    def with_names(samples):
+        x, y = torch.utils.data.default_collate(samples)
+        return x, y, ["name"] * len(x)
+
+    assert sizes_in_the_loop(with_names, measure_shards=True) == sizes_in_the_loop(with_names)
 
 
 # --- finding differences ----------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """`paceline bench training`: what `paceline.Training` costs, by number of shards.
 
-Three ways to train the same model in the same processes, interleaved in short rounds; the time of
-one is the mean step of its best round, on the slowest rank:
+Three ways to train the same model in the same processes, interleaved in short rounds. The time of
+one is that which nine tenths of its steps exceed, on the slowest rank: what else runs on a machine
+only makes steps longer.
 
     bare       this rank's shards one after the other, their gradients kept apart, then a barrier:
                what V small batches cost by themselves
@@ -135,31 +136,31 @@ def _possible(case: Case, per_rank: list[int]) -> list[int]:
 
 
 def _measure(case: Case, steps: _Steps, rounds: int) -> dict[str, float]:
-    """Mean step of the best round in microseconds, by variant."""
+    """The time of a step in microseconds, by variant."""
     import torch
     import torch.distributed as dist
 
     for step in steps.values():
         for _ in range(3):
             step()
-    best = dict.fromkeys(steps, float("inf"))
+    times: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(rounds):
         for name, step in steps.items():
             dist.barrier()
             step()
-            best[name] = min(best[name], _mean_step_us(step, case.steps))
-    slowest = torch.tensor(list(best.values()))
+            times[name] += _step_times_us(step, case.steps)
+    slowest = torch.tensor([statistics.quantiles(each, n=10)[0] for each in times.values()])
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(best, slowest.tolist(), strict=True))
+    return dict(zip(times, slowest.tolist(), strict=True))
 
 
-def _mean_step_us(step: Callable[[], object], steps: int) -> float:
+def _step_times_us(step: Callable[[], object], steps: int) -> list[float]:
     times = []
     for _ in range(steps):
         started = time.perf_counter()
         step()
-        times.append(time.perf_counter() - started)
-    return statistics.fmean(times) * 1e6
+        times.append((time.perf_counter() - started) * 1e6)
+    return times
 
 
 def _ddp_step(case: Case) -> Callable[[], object]:
@@ -274,7 +275,7 @@ def _print(figures: dict[str, dict[str, float]], ranks: int) -> None:
                 )
             )
     print_table(
-        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
+        f"one training step, {ranks} ranks x 1 thread, fastest tenth, slowest rank",
         ("model", "shards", "bare loop", "training", "/ bare", "/ ddp"),
         rows,
         text_columns=("model",),

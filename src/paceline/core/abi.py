@@ -25,6 +25,7 @@ __all__ = [
     "NativeStatus",
     "Request",
     "Status",
+    "TreeAverage",
     "Update",
     "ERROR_TEXT_BYTES",
     "interpreter",
@@ -166,6 +167,22 @@ class Update(C.Structure):
     ]
 
 
+class TreeAverage(C.Structure):
+    """`plc_tree_average`: nodes of a tree that ranks hold, and where this rank's are."""
+
+    _fields_ = [
+        ("nodes", C.c_uint32),
+        ("owners", C.c_void_p),
+        ("adds", C.c_void_p),
+        ("arrays", C.c_uint32),
+        ("dtype", C.c_uint32),
+        ("ends", C.c_void_p),
+        ("inputs", C.c_void_p),
+        ("outputs", C.c_void_p),
+        ("divisor", C.c_uint64),
+    ]
+
+
 class Config(C.Structure):
     """`plc_config`."""
 
@@ -273,6 +290,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_bucket_define": (_I32, [_PTR, _U32, _U64, _U64, _U32, _U32]),
     "plc_bucket_define_external": (_I32, [_PTR, _U32, _U64, _U64, _U64, _U32, _U32]),
     "plc_bucket_reduce_external": (_I32, [_PTR, _U32, _PTR, _I64]),
+    "plc_arena_average_tree": (_I32, [_PTR, _U32, C.POINTER(TreeAverage), _I64]),
     "plc_bucket_ready": (_I32, [_PTR, _U32]),
     "plc_bucket_finish": (_I32, [_PTR, _U32, _I64]),
     "plc_copy_pieces": (None, [_U32, _PTR, _PTR, _PTR]),

@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.core import abi
-from paceline.core.abi import Kind, Status
+from paceline.core.abi import Kind, Status, TreeAverage
 from paceline.core.communicator import Communicator
 from paceline.core.rendezvous import agreed_descriptor
 from paceline.core.shared_memory import reserve, sums_over
@@ -67,6 +67,7 @@ class BucketArena:
         self._weights = (C.c_double * comm.size)()
         self._finish, self._step = quick.plc_bucket_finish, quick.plc_arena_step
         self._reduce_external = quick.plc_bucket_reduce_external
+        self._average_tree = quick.plc_arena_average_tree
         self._fill, self._fill_quickly = core.plc_arena_fill, quick.plc_arena_fill
         self._number = C.c_uint32()
 
@@ -140,6 +141,20 @@ class BucketArena:
         status = self._reduce_external(self._handle, index, address, timeout_ns)
         if status:
             raise self._comm.error(status, Kind.ALLREDUCE)
+
+    def average_tree(self, index: int, what: TreeAverage, timeout_ns: int = -1) -> None:
+        """The root of a tree whose nodes the ranks hold, through the room of an external bucket.
+        All ranks call it, after they have met.
+        """
+        self._comm.handle  # noqa: B018 - raises if the group is gone
+        status = self._average_tree(self._handle, index, what, timeout_ns)
+        if status:
+            raise self._comm.error(status, Kind.ALLREDUCE)
+
+    def region(self, rank: int) -> memoryview:
+        """What a rank has in its region; valid as long as this arena is."""
+        address = abi.library().plc_arena_region(self._handle, rank)
+        return memoryview((C.c_ubyte * self.nbytes).from_address(address)).cast("B")
 
     def ready(self, index: int) -> None:
         """This rank's share is in place. Never blocks."""

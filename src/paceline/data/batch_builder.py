@@ -4,7 +4,6 @@ samples.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -72,14 +71,18 @@ class MapBatchBuilder(Dataset[Any]):
         return batch if request.received is None else BuiltBatch(batch, request.received)
 
     def _build(self, request: BatchRequest) -> Any:
-        with contextlib.nullcontext() if request.seeds is None else isolated_rng():
+        if request.seeds is None:
+            return self._collated(request, self._samples(request))
+        with isolated_rng():
             samples = self._samples(request)
             # How many numbers the samples drew must not show in what collate_fn draws.
-            if request.seeds is not None:
-                seed_all(collate_seed(request.seeds[0]))
-            if request.empty:
-                return self._spec.empty_like(samples[0])
-            return self._spec.collate(samples if self._batched else samples[0])
+            seed_all(collate_seed(request.seeds[0]))
+            return self._collated(request, samples)
+
+    def _collated(self, request: BatchRequest, samples: list[Any]) -> Any:
+        if request.empty:
+            return self._spec.empty_like(samples[0])
+        return self._spec.collate(samples if self._batched else samples[0])
 
     def _samples(self, request: BatchRequest) -> list[Any]:
         if self._fetches_batches:

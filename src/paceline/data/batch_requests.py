@@ -100,6 +100,8 @@ class GlobalBatchRequests(BatchRequests):
     def request(self, wanted: BatchRange) -> BatchRequest:
         """The request for any range of a global batch, with the seeds its samples always have."""
         indices = self._sampler.samples(wanted.epoch, wanted.batch, wanted.start, wanted.stop)
+        if self._seed is None:
+            return BatchRequest(indices, None)
         first = wanted.batch * self._sampler.batch_size
         positions = np.arange(first + wanted.start, first + wanted.stop, dtype=np.int64)
         return BatchRequest(indices, self._seeds(wanted.epoch, indices, positions))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from paceline.errors import GroupError, NativeError, StepError
 from paceline.training.audit import Audit
 from paceline.training.shard_inputs import BatchInputs
 from paceline.training.shard_pass import PassResult, PassSetting, ShardPass
-from paceline.training.shard_plan import BatchPlan
+from paceline.training.shard_plan import BatchPlan, Shard
+from paceline.training.shard_price import ShardPrice
 from paceline.training.shard_queue import ShardQueue, Task, TaskKind
 from paceline.training.shard_random import ShardSeeds, seed_generators
 
@@ -45,6 +47,7 @@ class GlobalBatch:
         step: int,
         plan: BatchPlan,
         audit: Audit | None,
+        price: ShardPrice | None,
         inputs: BatchInputs,
         new_queue: Callable[[], ShardQueue],
         setting: PassSetting,
@@ -53,6 +56,7 @@ class GlobalBatch:
     ) -> None:
         self.epoch, self.number, self.step, self.samples = epoch, number, step, plan.samples
         self._plan, self._audit, self._inputs, self._new_queue = plan, audit, inputs, new_queue
+        self._price = price
         self._setting, self._seeds, self._on_complete = setting, seeds, on_complete
         self._passes = 0
         self._state = _State.NOT_BEGUN
@@ -85,14 +89,20 @@ class GlobalBatch:
         # Once, unless ranks are lost: then some of their shards are handed over.
         while result is None:
             self._state = _State.IN_LOOP
+            computed, apart_s = list[Shard](), list[float]()
             try:
                 while failure is None and (task := queue.next()) is not None:
                     inputs = self._inputs.of(task.shard)
                     work.begin(task.shard)
+                    started = time.perf_counter()
                     self._in_shard = True
                     yield inputs
                     self._in_shard = False
+                    apart_s.append(time.perf_counter() - started)
+                    computed.append(task.shard)
                     failure = _end(work, task)
+                if self._price is not None and self._audit is None and failure is None:
+                    yield from self._measure(self._price, work, computed, sum(apart_s))
             except GeneratorExit:
                 self._state = _State.LEFT_EARLY
                 raise
@@ -123,6 +133,21 @@ class GlobalBatch:
             return outcome
         queue.hand_over(outcome)
         return None
+
+    def _measure(
+        self, price: ShardPrice, work: ShardPass, computed: Sequence[Shard], apart_s: float
+    ) -> Iterator[Any]:
+        """All shards of this rank as one, which counts for nothing but the time it takes."""
+        merged = price.merged([self._inputs.of(shard) for shard in computed])
+        if merged is None:
+            return
+        work.begin(computed[0])
+        started = time.perf_counter()
+        self._in_shard = True
+        yield merged
+        self._in_shard = False
+        price.add(apart_s, time.perf_counter() - started)
+        work.forget_shard()
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Log numbers of the current shard: the mean over its samples, or a tensor with one or more

@@ -29,7 +29,7 @@ __all__ = [
     "add_gradients",
     "kinds_of",
     "merged_kinds",
-    "summand",
+    "summands",
     "weighted",
     "with_values",
 ]
@@ -47,15 +47,25 @@ SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _SUMMED_AS_THEY_ARE = {torch.float32, torch.float64}
 
 
-def summand(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """A gradient in the form in which it is summed."""
-    # Nearly always: this runs for every gradient of every shard.
-    if gradient is None or (
-        gradient.dtype in _SUMMED_AS_THEY_ARE
+def summands(gradients: Gradients) -> tuple[Gradients, GradientKinds]:
+    """The gradients of a shard in the form in which they are summed, and what they are."""
+    # Nearly always: this runs for every shard.
+    if all(map(_is_summed_as_it_is, gradients)):
+        return gradients, DENSE * len(gradients)
+    found = [None if gradient is None else _summand(gradient) for gradient in gradients]
+    return found, kinds_of(found)
+
+
+def _is_summed_as_it_is(gradient: torch.Tensor | None) -> bool:
+    return (
+        gradient is not None
+        and gradient.dtype in _SUMMED_AS_THEY_ARE
         and gradient.layout is torch.strided
         and not gradient.requires_grad
-    ):
-        return gradient
+    )
+
+
+def _summand(gradient: torch.Tensor) -> torch.Tensor:
     gradient = gradient.detach()
     if gradient.is_sparse:
         return gradient.coalesce()

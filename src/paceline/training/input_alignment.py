@@ -21,7 +21,11 @@ _BYTES = 64
 
 def align_inputs(inputs: Any) -> Any:
     """The same structure, with tensors copied that begin elsewhere."""
-    if all(map(_is_aligned, tensors_in(inputs))):
+    # Nearly always a tensor or a few of them.
+    tensors = inputs if type(inputs) in (tuple, list) else (inputs,)
+    if any(type(each) is not torch.Tensor for each in tensors):
+        tensors = tensors_in(inputs)
+    if all(map(_is_aligned, tensors)):
         return inputs
     return map_leaves(_aligned, inputs)
 
@@ -40,9 +44,9 @@ def align_model(model: nn.Module) -> None:
 def _is_aligned(tensor: torch.Tensor) -> bool:
     return (
         tensor.layout is not torch.strided
+        or tensor.data_ptr() % _BYTES == 0
         or tensor.device.type != "cpu"
         or tensor.numel() == 0
-        or tensor.data_ptr() % _BYTES == 0
     )
 
 

@@ -29,11 +29,15 @@ class GradientForm:
         """Its size in memory."""
         return self.numel * self.dtype.itemsize
 
+    def empty(self) -> torch.Tensor:
+        """Memory for one."""
+        return torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+
     def laid_out(self, gradient: torch.Tensor | None) -> torch.Tensor:
         """A gradient with the strides of this form: itself, nearly always. None becomes zeros."""
         if gradient is not None and gradient.stride() == self.strides:
             return gradient
-        new = torch.empty_strided(self.shape, self.strides, dtype=self.dtype, device=self.device)
+        new = self.empty()
         return new.zero_() if gradient is None else new.copy_(gradient)
 
 

@@ -9,21 +9,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 
-from paceline._torch_internals import foreach_add
+from paceline._torch_internals import foreach_copy_
 from paceline.errors import StepError
 from paceline.training.gradient_sums import SUMMED_AS
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.tree_sum import TreeSum
 
-__all__ = ["BufferValues", "NamedBuffer", "ShardBuffers", "named_buffers"]
+__all__ = ["ChangedBuffers", "NamedBuffer", "ShardBuffers", "named_buffers"]
 
-# Values of the buffers that one shard changed, by the buffer's number.
-BufferValues: TypeAlias = dict[int, torch.Tensor]
+# Buffers of this size and more are not copied to see whether they have changed.
+_LARGE_BYTES = 64 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangedBuffers:
+    """What one shard has changed: the numbers of the buffers, and the values of the groups they are
+    in, by the group's number.
+    """
+
+    numbers: list[int]
+    values: dict[int, torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,12 +50,9 @@ class NamedBuffer:
         found: torch.Tensor = getattr(self.module, self.key)
         return found
 
-    def set(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """Let the model hold this tensor again, with this value."""
-        with torch.no_grad():
-            tensor.copy_(value)
-        if self.current is not tensor:
-            setattr(self.module, self.key, tensor)
+    def set(self, tensor: torch.Tensor) -> None:
+        """Let the model hold this tensor."""
+        setattr(self.module, self.key, tensor)
 
 
 def named_buffers(model: nn.Module) -> list[NamedBuffer]:
@@ -63,76 +70,144 @@ class ShardBuffers:
     def __init__(self, buffers: Sequence[NamedBuffer], plan: BatchPlan) -> None:
         self._buffers, self._plan = buffers, plan
         self._tensors = [buffer.current for buffer in buffers]
-        self._start = [tensor.detach().clone() for tensor in self._tensors]
-        self.changed: dict[int, BufferValues] = {}
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in self._tensors]
+        self._groups = _groups(self._tensors)
+        self._start = {n: value for group in self._groups for n, value in group.start_values()}
+        self.changed: dict[int, ChangedBuffers] = {}
 
     def take(self, shard: Shard) -> None:
         """After a shard: keep what it has changed, and put back what there was before."""
-        values: BufferValues = {}
-        for number, (buffer, start) in enumerate(zip(self._buffers, self._start, strict=True)):
-            value = buffer.current
-            if _same_bits(value, start):
-                continue
-            if value.shape != start.shape or value.dtype != start.dtype:
-                raise StepError(
-                    f"buffer {buffer.name} had shape {tuple(start.shape)} and {start.dtype} before "
-                    f"shard {shard.number}, and {tuple(value.shape)} and {value.dtype} after it: "
-                    "buffers must keep their form within a step"
-                )
-            if _is_averaged(start) or shard.number == 0:
-                values[number] = value.detach().clone()
-            buffer.set(self._tensors[number], start)
-        self.changed[shard.number] = values
+        changes = ChangedBuffers([], {})
+        if self._buffers:
+            self._take(shard, changes)
+        self.changed[shard.number] = changes
 
+    @torch.no_grad()
+    def _take(self, shard: Shard, changes: ChangedBuffers) -> None:
+        currents = [buffer.current for buffer in self._buffers]
+        self._check_forms(currents, shard)
+        every: list[int] = []
+        for index, group in enumerate(self._groups):
+            row = group.row(currents)
+            numbers = group.changed(row)
+            every += numbers
+            if numbers and (group.is_averaged or shard.number == 0):
+                changes.numbers.extend(numbers)
+                changes.values[index] = group.kept(row)
+        self._put_back(currents, every)
+
+    @torch.no_grad()
     def put_back(self) -> None:
         """Forget what was changed since."""
-        for buffer, tensor, start in zip(self._buffers, self._tensors, self._start, strict=True):
-            buffer.set(tensor, start)
+        currents = [buffer.current for buffer in self._buffers]
+        rows = [(group, group.row(currents)) for group in self._groups]
+        self._put_back(currents, [n for group, row in rows for n in group.changed(row)])
 
-    def finish(self, changed: Mapping[int, BufferValues]) -> set[str]:
+    def _put_back(self, currents: Sequence[torch.Tensor], changed: Sequence[int]) -> None:
+        for buffer, tensor, current in zip(self._buffers, self._tensors, currents, strict=True):
+            if current is not tensor:
+                buffer.set(tensor)
+        if changed:
+            foreach_copy_(
+                [self._tensors[number] for number in changed],
+                [self._start[number] for number in changed],
+            )
+
+    def _check_forms(self, currents: Sequence[torch.Tensor], shard: Shard) -> None:
+        for buffer, current, (shape, dtype) in zip(
+            self._buffers, currents, self._forms, strict=True
+        ):
+            if current.shape != shape or current.dtype is not dtype:
+                raise StepError(
+                    f"buffer {buffer.name} had shape {tuple(shape)} and {dtype} before "
+                    f"shard {shard.number}, and {tuple(current.shape)} and {current.dtype} after "
+                    "it: buffers must keep their form within a step"
+                )
+
+    def finish(self, changed: Mapping[int, ChangedBuffers]) -> set[str]:
         """Set the buffers from what all shards changed; returns the names of those."""
-        numbers = sorted({number for values in changed.values() for number in values})
-        averaged = [number for number in numbers if _is_averaged(self._start[number])]
-        for number, value in zip(averaged, self._means(changed, averaged), strict=True):
-            self._buffers[number].set(self._tensors[number], value)
-        for number in set(numbers) - set(averaged):
-            self._buffers[number].set(self._tensors[number], changed[0][number])
+        numbers = {number for changes in changed.values() for number in changes.numbers}
+        if numbers:
+            self._set(numbers, changed)
         return {self._buffers[number].name for number in numbers}
 
-    def _means(
-        self, changed: Mapping[int, BufferValues], numbers: Sequence[int]
-    ) -> list[torch.Tensor]:
-        if not numbers:
-            return []
-        tree = TreeSum[list[torch.Tensor]](len(self._plan.shards), foreach_add)
+    @torch.no_grad()
+    def _set(self, numbers: set[int], changed: Mapping[int, ChangedBuffers]) -> None:
+        for index, group in enumerate(self._groups):
+            if any(index in changes.values for changes in changed.values()):
+                # Integers are those of shard 0, the only ones that were kept.
+                row = (
+                    self._mean(index, group, changed)
+                    if group.is_averaged
+                    else changed[0].values[index]
+                )
+                values = {n: value for n, value in group.values_in(row) if n in numbers}
+                foreach_copy_([self._tensors[n] for n in values], list(values.values()))
+
+    def _mean(
+        self, index: int, group: _Group, changed: Mapping[int, ChangedBuffers]
+    ) -> torch.Tensor:
+        tree = TreeSum[torch.Tensor](len(self._plan.shards), torch.add)
         for shard in self._plan.shards:
-            values = changed[shard.number]
-            tree.add_leaf(
-                shard.number,
-                [_summand(values.get(n, self._start[n])) * shard.weight for n in numbers],
-            )
-        return [total / self._plan.total_weight for total in tree.root]
+            row = changed[shard.number].values.get(index, group.start)
+            row = row.to(group.start.device, SUMMED_AS.get(row.dtype, row.dtype))
+            tree.add_leaf(shard.number, row * shard.weight)
+        return tree.root / self._plan.total_weight
 
 
-def _summand(value: torch.Tensor) -> torch.Tensor:
-    return value.to(SUMMED_AS.get(value.dtype, value.dtype))
+class _Group:
+    """Buffers of one type on one device, looked at as one row of numbers."""
+
+    def __init__(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        self._numbers = numbers
+        self._members = [tensors[number] for number in numbers]
+        self._sizes = [tensor.numel() for tensor in self._members]
+        bytes_before = np.cumsum([0, *(tensor.nbytes for tensor in self._members)])
+        self._starts = bytes_before[:-1]
+        self.start = self.kept(self.row(tensors))
+        self.is_averaged = _is_averaged(self.start)
+
+    def row(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Their numbers: a copy, or for a large one what the model holds."""
+        parts = [tensors[number].detach().reshape(-1) for number in self._numbers]
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+    def kept(self, row: torch.Tensor) -> torch.Tensor:
+        """A row that nobody else changes."""
+        return row if len(self._numbers) > 1 else row.clone()
+
+    def start_values(self) -> list[tuple[int, torch.Tensor]]:
+        """Each buffer's number, and its value at the beginning of the pass."""
+        return self.values_in(self.start)
+
+    def values_in(self, row: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Each buffer's number, and its value in a row."""
+        parts = row.split(self._sizes)
+        return [
+            (number, part.view(member.shape))
+            for number, part, member in zip(self._numbers, parts, self._members, strict=True)
+        ]
+
+    def changed(self, row: torch.Tensor) -> list[int]:
+        """The numbers of the buffers that are not what they were. Compared as bytes: NaN equals
+        nothing, and -0.0 equals 0.0.
+        """
+        one, other = row.view(torch.uint8), self.start.view(torch.uint8)
+        if torch.equal(one, other):
+            return []
+        differs = np.logical_or.reduceat(one.ne(other).cpu().numpy(), self._starts)
+        return [self._numbers[index] for index in np.flatnonzero(differs).tolist()]
+
+
+def _groups(tensors: Sequence[torch.Tensor]) -> list[_Group]:
+    alike: dict[object, list[int]] = {}
+    for number, tensor in enumerate(tensors):
+        if tensor.numel():
+            large = number if tensor.nbytes >= _LARGE_BYTES else None
+            alike.setdefault((tensor.dtype, tensor.device, large), []).append(number)
+    return [_Group(numbers, tensors) for numbers in alike.values()]
 
 
 def _is_averaged(buffer: torch.Tensor) -> bool:
     """Whether numbers of this type have a mean; integers and booleans follow shard 0."""
     return buffer.is_floating_point() or buffer.is_complex()
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether nothing changed. Compared as integers: NaN equals nothing, and -0.0 equals 0.0."""
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    if not _is_averaged(one):
-        return torch.equal(one, other)
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    integer = _INTEGER_OF_SIZE[one.element_size()]
-    return torch.equal(one.detach().view(integer), other.view(integer))
-
-
-_INTEGER_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

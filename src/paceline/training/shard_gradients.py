@@ -13,9 +13,8 @@ from paceline.training.gradient_sums import (
     GradientKinds,
     Gradients,
     add_gradients,
-    kinds_of,
     merged_kinds,
-    summand,
+    summands,
     weighted,
 )
 from paceline.training.shard_plan import BatchPlan, Shard
@@ -32,6 +31,7 @@ class ShardGradients:
         # Those of passes before, to which this one's are added: accumulation.
         self._carried = [parameter.grad for parameter in parameters]
         self._tree = TreeSum[Gradients](len(plan.shards), add_gradients)
+        self._kinds: set[GradientKinds] = set()
 
     @property
     def nodes(self) -> dict[Node, Gradients]:
@@ -45,18 +45,24 @@ class ShardGradients:
 
     def take(self, shard: Shard) -> bool:
         """After a shard: add its gradients. False if backward left none."""
-        gradients = [summand(parameter.grad) for parameter in self._parameters]
+        gradients = [parameter.grad for parameter in self._parameters]
         if all(gradient is None for gradient in gradients):
             return False
         self.clear()
-        with torch.no_grad():
-            self._tree.add_leaf(shard.number, weighted(gradients, shard.weight))
+        gradients, kinds = summands(gradients)
+        self._kinds.add(kinds)
+        self._tree.add_leaf(shard.number, weighted(gradients, shard.weight))
         return True
+
+    def take_nodes(self) -> dict[Node, Gradients]:
+        """The sums, which are not needed here any more."""
+        nodes = dict(self.nodes)
+        self.nodes.clear()
+        return nodes
 
     def kinds(self) -> GradientKinds:
         """What this rank's shards have computed."""
-        found = [kinds_of(gradients) for gradients in self.nodes.values()]
-        return merged_kinds(found or [NO_GRADIENT * len(self._parameters)])
+        return merged_kinds(list(self._kinds) or [NO_GRADIENT * len(self._parameters)])
 
     def put_back(self) -> None:
         """Leave `.grad` as it was before the pass."""
@@ -65,12 +71,12 @@ class ShardGradients:
 
     def finish(self, means: Gradients) -> None:
         """Set `.grad` from the means over all shards. Uses them up."""
-        with torch.no_grad():
-            every = zip(self._parameters, means, self._carried, strict=True)
-            for parameter, mean, carried in every:
-                if mean is None:
-                    parameter.grad = carried
-                    continue
+        for parameter, mean, carried in zip(self._parameters, means, self._carried, strict=True):
+            if carried is None and mean is not None and mean.dtype is parameter.dtype:
+                parameter.grad = mean
+            elif mean is None:
+                parameter.grad = carried
+            else:
                 gradient = _as_gradient_of(parameter, mean)
                 parameter.grad = gradient if carried is None else _accumulated(carried, gradient)
 
@@ -85,6 +91,7 @@ def _as_gradient_of(parameter: torch.Tensor, mean: torch.Tensor) -> torch.Tensor
 
 
 def _accumulated(carried: torch.Tensor, mean: torch.Tensor) -> torch.Tensor:
-    if carried.is_sparse or mean.is_sparse:
-        return carried + mean
-    return carried.add_(mean)
+    with torch.no_grad():
+        if carried.is_sparse or mean.is_sparse:
+            return carried + mean
+        return carried.add_(mean)

@@ -37,7 +37,7 @@ from paceline.training.gradient_sums import (
 from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
 from paceline.training.parameter_set import ParameterSet
-from paceline.training.shard_buffers import BufferValues, NamedBuffer, ShardBuffers
+from paceline.training.shard_buffers import ChangedBuffers, NamedBuffer, ShardBuffers
 from paceline.training.shard_cover import counted_nodes, missing_shards
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard, deal
@@ -133,6 +133,10 @@ class ShardPass:
     def end_audit(self, shard: Shard) -> None:
         """Take the digests of a shard that another rank has computed, too, and nothing else."""
         self._audited.append(digests_of(self._setting.parameters.parameters))
+        self.forget_shard()
+
+    def forget_shard(self) -> None:
+        """Leave no trace of the shard that was begun last."""
         self._gradients.clear()
         self._buffers.put_back()
 
@@ -185,18 +189,19 @@ class ShardPass:
             return {"place": self._place, "failure": str(failure)}, []
         tensors: list[torch.Tensor] = []
         buffers = []
-        for number, values in self._buffers.changed.items():
-            buffers.append([number, list(values)])
-            tensors += values.values()
+        for shard, changes in self._buffers.changed.items():
+            buffers.append([shard, changes.numbers, list(changes.values)])
+            tensors += changes.values.values()
+        kinds = self._gradients.kinds()
         sparse = []
-        for node, gradients in self._gradients.nodes.items():
+        for node, gradients in self._gradients.nodes.items() if SPARSE in kinds else ():
             for number, gradient in enumerate(gradients):
                 if gradient is not None and gradient.is_sparse:
                     sparse.append([node, number, list(gradient.shape)])
                     tensors += [gradient.indices(), gradient.values()]
         facts = {
             "place": self._place,
-            "kinds": self._gradients.kinds(),
+            "kinds": kinds,
             "buffers": buffers,
             "sparse": sparse,
             "audited": self._audited,
@@ -239,6 +244,8 @@ class ShardPass:
         kinds = merged_kinds([message.kinds for message in messages])
         nodes = self._nodes(messages)
         try:
+            if not kinds.strip(DENSE):
+                return self._average_nodes(self._own_nodes(nodes), nodes, kinds)
             dense = self._average_dense(nodes, kinds)
         except (GroupError, NativeError):
             # The exchange may have used up what it was given.
@@ -267,19 +274,30 @@ class ShardPass:
         numbers = [number for number, kind in enumerate(kinds) if kind == DENSE]
         if not numbers:
             return {}
-        held = self._gradients.nodes
         own = {
-            node: [held[node][number] for number in numbers]
-            for node in nodes[self._setting.exchange.rank]
+            node: [gradients[number] for number in numbers]
+            for node, gradients in self._own_nodes(nodes).items()
         }
-        held.clear()
-        means = self._setting.exchange.average_nodes(
+        means = self._average_nodes(own, nodes, kinds)
+        return dict(zip(numbers, means, strict=True))
+
+    def _own_nodes(self, nodes: Sequence[Sequence[Node]]) -> dict[Node, Gradients]:
+        """Those of this rank's sums that count, which are not needed here any more."""
+        held = self._gradients.take_nodes()
+        return {node: held[node] for node in nodes[self._setting.exchange.rank]}
+
+    def _average_nodes(
+        self,
+        own: dict[Node, Gradients],
+        nodes: Sequence[Sequence[Node]],
+        kinds: GradientKinds,
+    ) -> Gradients:
+        return self._setting.exchange.average_nodes(
             own,
             nodes,
             self._setting.parameters.dense_forms(kinds),
             self._plan,
         )
-        return dict(zip(numbers, means, strict=True))
 
     def _average_sparse(
         self, messages: Sequence[_Message], nodes: Sequence[Sequence[Node]], kinds: GradientKinds
@@ -312,9 +330,9 @@ class _Message:
         self.audited: list[Digests] = facts.get("audited", [])
         self.pace = Pace(*facts.get("pace", (None, 0.0)))
         following = iter(tensors)
-        self.buffers: dict[int, BufferValues] = {
-            shard: {number: next(following) for number in numbers}
-            for shard, numbers in facts.get("buffers", [])
+        self.buffers = {
+            shard: ChangedBuffers(numbers, {group: next(following) for group in groups})
+            for shard, numbers, groups in facts.get("buffers", [])
         }
         self.sparse: dict[tuple[Node, int], torch.Tensor] = {}
         for (level, index), number, shape in facts.get("sparse", []):
@@ -324,6 +342,6 @@ class _Message:
             )
 
     @property
-    def shards(self) -> list[int]:
+    def shards(self) -> tuple[int, ...]:
         """The shards this rank has computed."""
-        return sorted(self.buffers)
+        return tuple(sorted(self.buffers))

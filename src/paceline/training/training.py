@@ -39,7 +39,7 @@ from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.launch.process_context import current_context
 from paceline.rank_env import current_rank_and_world
-from paceline.training.audit import AuditPlan
+from paceline.training.audit import Audit, AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
@@ -59,8 +59,10 @@ from paceline.training.shard_buffers import named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
-from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
+from paceline.training.shard_price import ShardPrice
+from paceline.training.shard_queue import HostClaims, NoClaims, ShardQueue
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
+from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
 from paceline.training.work_sharing import WorkSharing
 
@@ -99,6 +101,10 @@ class Training:
             or code that depends on who runs it.
         steal: let ranks that are through compute shards of slower ones, and deal out fewer to
             those. False leaves every rank its even share. Bits do not depend on it.
+        measure_shards: measure in a few of the first steps what it costs that there are more
+            shards than ranks, and say so in one line if it is more than a tenth. The loop over
+            shards gets a few more batches for it on rank 0, each as large as all of its shards;
+            they change nothing that is trained. Not in an elastic job.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -122,6 +128,7 @@ class Training:
         keep: int = 3,
         audit_every: int | None = None,
         steal: bool = True,
+        measure_shards: bool = False,
         strict: bool = True,
     ) -> None:
         check_model(model)
@@ -138,6 +145,11 @@ class Training:
         self._generations = self._elastic_generations()
         self._exchange: Exchange = (
             _exchange(shards, steal) if self._generations is None else self._generations.exchange
+        )
+        self._price = (
+            ShardPrice(shards, self._exchange.size)
+            if measure_shards and self._generations is None and self._exchange.rank == 0
+            else None
         )
         keep_freed_memory(current_rank_and_world()[1])
         align_model(model)
@@ -234,8 +246,11 @@ class Training:
                     step=step,
                     plan=plan,
                     audit=audit,
+                    price=self._price,
                     inputs=inputs.begin(number),
-                    new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
+                    new_queue=functools.partial(
+                        self._new_queue, self._exchange.sharing, deals, audit
+                    ),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -320,6 +335,17 @@ class Training:
         if audit is not None and audit.auditor == rank and audit.shard not in deals[rank]:
             return [*deals[rank], audit.shard]
         return deals[rank]
+
+    def _new_queue(
+        self, sharing: WorkSharing, deals: Sequence[Sequence[Shard]], audit: Audit | None
+    ) -> ShardQueue:
+        """For a pass over the current batch, which was dealt out like this when it began."""
+        if self._exchange.sharing is not sharing:
+            # Ranks have changed since.
+            assert self._batch is not None
+            deals = self._deals(self._batch.number)
+            audit = self._audits.audit_of(self._batch.step, deals)
+        return self._exchange.sharing.queue(deals, audit)
 
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
@@ -410,9 +436,10 @@ class Training:
 
     def _load_extras(self, state: Mapping[str, Any]) -> None:
         self._changed_buffers = set(state["buffers"])
-        for buffer in named_buffers(self.model):
-            if buffer.name in state["buffers"]:
-                buffer.set(buffer.current, state["buffers"][buffer.name])
+        with torch.no_grad():
+            for buffer in named_buffers(self.model):
+                if buffer.name in state["buffers"]:
+                    buffer.current.copy_(state["buffers"][buffer.name])
         for name, parameter in self.model.named_parameters():
             gradient = state["gradients"].get(name)
             # Sparse tensors are copied as they are; a dense one gets the parameter's layout.
@@ -575,23 +602,19 @@ def _exchange(shards: int, steal: bool) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
-    # Made in any case: that ranks disagree about `steal` is found out later.
-    claims = _claims(group, shards)
-    sharing = WorkSharing(
-        rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
-    )
+    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
+        # Made in any case: that ranks disagree about `steal` is found out later.
+        claims = HostClaims(group.engine.comm, shards)
+        sharing = WorkSharing(
+            rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
+        )
+        return SharedExchange(group, shards, sharing)
+    sharing = WorkSharing(rank, world_size, shards, NoClaims(), follows_speed=steal)
     return GroupExchange(group, sharing)
 
 
 def _alone(shards: int) -> SingleRank:
     return SingleRank(WorkSharing(0, 1, shards, NoClaims(), follows_speed=False))
-
-
-def _claims(group: dist.ProcessGroup, shards: int) -> ShardClaims:
-    """Where ranks share memory, they can take shards over from each other."""
-    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
-        return HostClaims(group.engine.comm, shards)
-    return NoClaims()
 
 
 def _raise(error: Exception) -> None:

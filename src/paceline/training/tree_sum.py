@@ -15,10 +15,11 @@ computed which shard decides only where the children of a node meet, never what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Generic, TypeAlias, TypeVar
+import functools
+from collections.abc import Callable, Sequence
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
-__all__ = ["Node", "TreeSum", "subtrees"]
+__all__ = ["HeldNode", "Node", "TreeSum", "additions", "subtrees"]
 
 _T = TypeVar("_T")
 Node: TypeAlias = tuple[int, int]  # level, index
@@ -64,9 +65,39 @@ class TreeSum(Generic[_T]):
         return self.nodes[self._height, 0]
 
 
-def subtrees(numbers: Iterable[int], leaves: int) -> list[Node]:
+@functools.lru_cache(maxsize=1024)
+def subtrees(numbers: tuple[int, ...], leaves: int) -> tuple[Node, ...]:
     """The nodes that a rank with these shards holds when it has computed them, in order."""
     tree = TreeSum[int](leaves, lambda left, _: left)
     for number in numbers:
         tree.add_leaf(number, 0)
-    return sorted(tree.nodes, key=lambda node: node[1] << node[0])
+    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
+
+
+class HeldNode(NamedTuple):
+    """A node on the way to the root. After it is taken up, `adds` additions follow, each of the two
+    sums that were made last.
+    """
+
+    owner: int
+    node: Node
+    adds: int
+
+
+def additions(nodes: Sequence[Sequence[Node]], leaves: int) -> list[HeldNode]:
+    """The way to the root from the nodes that each rank holds."""
+    made = 0
+
+    def count(left: int, _right: int) -> int:
+        nonlocal made
+        made += 1
+        return left
+
+    tree = TreeSum[int](leaves, count)
+    order: list[HeldNode] = []
+    held = [(node, owner) for owner, each in enumerate(nodes) for node in each]
+    for node, owner in sorted(held, key=lambda each: each[0][1] << each[0][0]):
+        before = made
+        tree.add_node(node, 0)
+        order.append(HeldNode(owner, node, made - before))
+    return order

@@ -1,0 +1,272 @@
+/* Averages in the order of a tree: ranks hold sums of some of its nodes, each of them the rest of
+ * the way to the root is made of, and all get the root divided by a number.
+ *
+ * A pipeline (pipeline.h) through the memory of an external bucket. A rank stages a block of each
+ * of its nodes, sums its part of the block over all nodes, and fetches the sums of all parts. Every
+ * byte is read from memory once and written once, however many nodes there are; all else stays in
+ * cache. What ranks hold differs from call to call, so the sizes of blocks do, too; the areas for
+ * stages and for sums do not, because a peer may still be fetching the sums of the call before.
+ */
+#include "numbers.h"
+#include "pipeline.h"
+
+#define MOST_LEVELS 32
+#define CHUNK 512ull /* elements in the first-level cache while the nodes are added */
+
+/* The sum of two, the same divided, and a division alone. */
+typedef struct {
+    void (*add)(void *out, const void *left, const void *right, uint64_t count);
+    void (*average)(void *out, const void *left, const void *right, uint64_t count,
+                    uint64_t divisor);
+    void (*divide)(void *out, const void *from, uint64_t count, uint64_t divisor);
+} tree_kernels;
+
+#define ISA_NAME(name) name##_portable
+#define ISA_TARGET
+#include "tree_average_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+
+#if defined(__x86_64__)
+#define ISA_NAME(name) name##_avx2
+#define ISA_TARGET __attribute__((target("avx2")))
+#include "tree_average_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+
+#define ISA_NAME(name) name##_avx512
+#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
+#include "tree_average_for_isa.h"
+#undef ISA_NAME
+#undef ISA_TARGET
+
+/* By instruction set, as `choose_instruction_set` numbers them. */
+static const tree_kernels *const tables[] = {kernels_avx512, kernels_avx2, kernels_portable};
+#else
+static const tree_kernels *const tables[] = {kernels_portable};
+#endif
+
+typedef struct {
+    pipeline base; /* first: the steps are given this */
+    const plc_tree_average *what;
+    const tree_kernels *kernels;
+    uint64_t element;
+} tree_pipeline;
+
+static const tree_pipeline *tree_of(const pipeline *p) { return (const tree_pipeline *)p; }
+
+static uint64_t row_length(const plc_tree_average *w) {
+    return w->arrays == 0 ? 0 : w->ends[w->arrays - 1];
+}
+
+/* --- rows of arrays --------------------------------------------------------------------------- */
+
+static uint32_t array_at(const plc_tree_average *w, uint64_t position) {
+    uint32_t low = 0, high = w->arrays - 1;
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        if (w->ends[middle] > position) high = middle;
+        else low = middle + 1;
+    }
+    return low;
+}
+
+static unsigned char *address_at(const tree_pipeline *t, const uint64_t *arrays, uint32_t array,
+                                 uint64_t position) {
+    uint64_t start = array == 0 ? 0 : t->what->ends[array - 1];
+    return (unsigned char *)(uintptr_t)arrays[array] + (position - start) * t->element;
+}
+
+static void copy_from_row(const tree_pipeline *t, const uint64_t *arrays, uint64_t from,
+                          uint64_t end, unsigned char *to) {
+    if (from >= end) return;
+    for (uint32_t i = array_at(t->what, from); from < end; i++) {
+        uint64_t stop = MIN(t->what->ends[i], end), bytes = (stop - from) * t->element;
+        if (arrays[i] == 0) memset(to, 0, bytes);
+        else memcpy(to, address_at(t, arrays, i, from), bytes);
+        to += bytes, from = stop;
+    }
+}
+
+static void copy_to_row(const tree_pipeline *t, const uint64_t *arrays, uint64_t from, uint64_t end,
+                        const unsigned char *source) {
+    if (from >= end) return;
+    for (uint32_t i = array_at(t->what, from); from < end; i++) {
+        uint64_t stop = MIN(t->what->ends[i], end), bytes = (stop - from) * t->element;
+        memcpy(address_at(t, arrays, i, from), source, bytes);
+        source += bytes, from = stop;
+    }
+}
+
+/* A range of a row where it lies, if it does not cross the end of an array; else NULL. */
+static const unsigned char *in_one_array(const tree_pipeline *t, const uint64_t *arrays,
+                                         uint64_t from, uint64_t end) {
+    if (from >= end) return NULL;
+    uint32_t i = array_at(t->what, from);
+    return arrays[i] == 0 || end > t->what->ends[i] ? NULL : address_at(t, arrays, i, from);
+}
+
+/* --- blocks and parts ------------------------------------------------------------------------- */
+
+/* Part `rank` of a block, as a range of the row. */
+static void part_range(const tree_pipeline *t, uint64_t block, uint32_t rank, uint64_t *from,
+                       uint64_t *end) {
+    const pipeline *p = &t->base;
+    uint64_t length = row_length(t->what), part = p->part / t->element;
+    *from = MIN((block * p->comm->ranks + rank) * part, length);
+    *end = MIN(*from + part, length);
+}
+
+static unsigned char *staged_by(const tree_pipeline *t, uint32_t rank, uint32_t node,
+                                uint32_t part, uint64_t block) {
+    const pipeline *p = &t->base;
+    return p->stages + rank * p->stride + block % RING_DEPTH * p->stage_bytes +
+           ((uint64_t)node * p->comm->ranks + part) * p->part;
+}
+
+static unsigned char *summed_by(const tree_pipeline *t, uint32_t rank, uint64_t block) {
+    return t->base.sums + rank * t->base.stride + block % RING_DEPTH * t->base.part;
+}
+
+static void stage(const pipeline *p, uint64_t block) {
+    const tree_pipeline *t = tree_of(p);
+    const uint64_t *arrays = t->what->inputs;
+    uint32_t own = 0;
+    for (uint32_t n = 0; n < t->what->nodes; n++) {
+        if (t->what->owners[n] != p->comm->rank) continue;
+        for (uint32_t r = 0; r < p->comm->ranks; r++) {
+            uint64_t from, end;
+            part_range(t, block, r, &from, &end);
+            /* Its own part this rank reads where it is. */
+            if (r == p->comm->rank && in_one_array(t, arrays, from, end) != NULL) continue;
+            copy_from_row(t, arrays, from, end, staged_by(t, p->comm->rank, own, r, block));
+        }
+        own++, arrays += t->what->arrays;
+    }
+}
+
+/* --- sums ------------------------------------------------------------------------------------- */
+
+/* A few numbers of all nodes to those of the root. */
+static void average_chunk(const tree_pipeline *t, const unsigned char *const *nodes, uint64_t at,
+                          uint64_t count, void *out) {
+    const plc_tree_average *w = t->what;
+    double sums[MOST_LEVELS + 1][CHUNK];
+    const void *stack[MOST_LEVELS + 2];
+    uint32_t depth = 0, left = w->nodes - 1; /* additions that are still to be made */
+    for (uint32_t n = 0; n < w->nodes; n++) {
+        stack[depth++] = nodes[n] + at;
+        for (uint32_t i = 0; i < w->adds[n]; i++, depth--, left--) {
+            const void **pair = &stack[depth - 2];
+            if (left == 1) {
+                t->kernels->average(out, pair[0], pair[1], count, w->divisor);
+            } else {
+                t->kernels->add(sums[depth - 2], pair[0], pair[1], count);
+                pair[0] = sums[depth - 2];
+            }
+        }
+    }
+    if (w->nodes == 1) t->kernels->divide(out, stack[0], count, w->divisor);
+}
+
+static void average(const tree_pipeline *t, const unsigned char *const *nodes, uint64_t count,
+                    unsigned char *out) {
+    for (uint64_t from = 0; from < count; from += CHUNK) {
+        uint64_t at = from * t->element;
+        average_chunk(t, nodes, at, MIN(count - from, CHUNK), out + at);
+    }
+}
+
+static void sum(const pipeline *p, uint64_t block) {
+    const tree_pipeline *t = tree_of(p);
+    const plc_tree_average *w = t->what;
+    uint32_t held[PLC_MAX_RANKS] = {0};
+    const unsigned char *nodes[w->nodes];
+    uint64_t from, end;
+    part_range(t, block, p->comm->rank, &from, &end);
+    for (uint32_t n = 0; n < w->nodes; n++) {
+        uint32_t owner = w->owners[n], number = held[owner]++;
+        nodes[n] = owner != p->comm->rank ? NULL
+                                          : in_one_array(t, w->inputs + number * w->arrays, from,
+                                                         end);
+        if (nodes[n] == NULL) nodes[n] = staged_by(t, owner, number, p->comm->rank, block);
+    }
+    average(t, nodes, end - from, summed_by(t, p->comm->rank, block));
+}
+
+static void fetch(const pipeline *p, uint64_t block) {
+    const tree_pipeline *t = tree_of(p);
+    for (uint32_t r = 0; r < p->comm->ranks; r++) {
+        uint64_t from, end;
+        part_range(t, block, r, &from, &end);
+        copy_to_row(t, t->what->outputs, from, end, summed_by(t, r, block));
+    }
+}
+
+/* --- the call --------------------------------------------------------------------------------- */
+
+/* Whether the additions lead from the nodes to one root. */
+static bool is_a_tree(const plc_comm *comm, const plc_tree_average *w) {
+    uint32_t depth = 0;
+    for (uint32_t n = 0; n < w->nodes; n++) {
+        if (w->owners[n] >= comm->ranks || ++depth > MOST_LEVELS + 1 || w->adds[n] >= depth)
+            return false;
+        depth -= w->adds[n];
+    }
+    return depth == 1;
+}
+
+static uint32_t most_nodes_of_a_rank(const plc_comm *comm, const plc_tree_average *w) {
+    uint32_t held[PLC_MAX_RANKS] = {0}, most = 0;
+    for (uint32_t n = 0; n < w->nodes; n++) held[w->owners[n]]++;
+    for (uint32_t r = 0; r < comm->ranks; r++) most = MAX(most, held[r]);
+    return most;
+}
+
+static int plan(tree_pipeline *t) {
+    static const pipeline_steps steps = {stage, sum, fetch};
+    pipeline *p = &t->base;
+    uint64_t ranks = p->comm->ranks, nodes = most_nodes_of_a_rank(p->comm, t->what);
+    uint64_t stages = p->ring_bytes / 3 * 2 / CACHE_LINE * CACHE_LINE;
+    uint64_t sums = p->ring_bytes - stages;
+    uint64_t most = MIN(stages / RING_DEPTH / (nodes * ranks), sums / RING_DEPTH);
+    most = most / CACHE_LINE * CACHE_LINE;
+    if (most == 0) return PLC_INVALID;
+    p->steps = &steps;
+    p->sums = p->stages + stages;
+    p->bytes = row_length(t->what) * t->element;
+    p->blocks = (p->bytes + most * ranks - 1) / (most * ranks);
+    uint64_t parts = p->blocks * ranks;
+    p->part = parts == 0 ? 0 : ALIGN_UP((p->bytes + parts - 1) / parts, CACHE_LINE);
+    p->stage_bytes = nodes * ranks * p->part;
+    return PLC_OK;
+}
+
+static int average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
+                        int64_t timeout_ns) {
+    tree_pipeline t = {.what = what,
+                       .kernels = &tables[choose_instruction_set(NULL)][what->dtype == PLC_F64],
+                       .element = plc_element_bytes(what->dtype)};
+    int status = arena_rings(arena, index, &t.base);
+    if (status == PLC_OK) status = plan(&t);
+    if (status != PLC_OK) return status;
+    if (t.base.blocks > 1) gil_release();
+    t.base.deadline = deadline_after(t.base.comm, timeout_ns);
+    status = pipeline_run(&t.base, false);
+    if (status == PLC_OK) arena_count_blocks(arena, &t.base);
+    return status;
+}
+
+int plc_arena_average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
+                           int64_t timeout_ns) {
+    plc_comm *comm = arena_comm(arena);
+    bool is_float = what->dtype == PLC_F32 || what->dtype == PLC_F64;
+    if (!is_float || what->divisor == 0 || !is_a_tree(comm, what)) return PLC_INVALID;
+    if (!comm_enter(comm)) return PLC_ABORTED;
+    gil_scope scope;
+    gil_scope_enter(&scope, comm);
+    int status = average_tree(arena, index, what, timeout_ns);
+    gil_scope_exit(&scope);
+    comm_exit(comm);
+    return status;
+}
