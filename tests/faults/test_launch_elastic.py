@@ -226,6 +226,40 @@ def test_signals_to_the_launcher_end_the_job(tmp_path, number):
     assert code == (0 if number == signal.SIGTERM else 130)
 
 
+TRAINING = """
+    import os, pathlib, sys, torch, paceline
+    from torch.utils.data import TensorDataset
+
+    paceline.init_process_group()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = paceline.DataLoader(TensorDataset(torch.ones(64, 4)), batch_size=8)
+    training = paceline.Training(model, optimizer, loader, shards=2)
+    for epoch in training.epochs(1_000_000):
+        for batch in training.batches():
+            for (x,) in batch.shards():
+                model(x).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if training.step == 5:
+                pathlib.Path(sys.argv[1], f"up-{os.environ['RANK']}").write_text("yes")
+    print("stopping:", training.stopping)
+"""
+
+
+def test_sigterm_to_the_launcher_ends_the_loops_of_training(tmp_path):
+    """Also without a checkpoint, which would otherwise be what the signal is good for."""
+    options = ("--elastic=1:2", "--preload=torch", "--grace=60")
+    command = run_command(write_script(tmp_path, TRAINING), str(tmp_path), options=options)
+    with launched(command) as job:
+        wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
+        job.process.send_signal(signal.SIGTERM)
+        assert job.wait() == 0, job.stderr
+        assert job.left_after(5.0) == []
+    assert sorted(job.stdout.splitlines()) == ["[0] stopping: True", "[1] stopping: True"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_killed_launcher_leaves_nothing_behind(tmp_path, number):
     with launched(_command(tmp_path)) as job:

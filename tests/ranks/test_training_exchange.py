@@ -20,8 +20,10 @@ from paceline.training.gradient_sums import add_gradients
 from paceline.training.group_exchange import GroupExchange
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_plan import ShardPlan
+from paceline.training.shard_queue import NoClaims
 from paceline.training.shared_exchange import SharedExchange
 from paceline.training.tree_sum import TreeSum, subtrees
+from paceline.training.work_sharing import WorkSharing
 from tests.harness import init_group, run_ranks
 from tests.harness.exact_models import CASES, make, train
 
@@ -61,10 +63,19 @@ def layout_of(parameter):
     return torch.channels_last if parameter.dim() == 4 else torch.contiguous_format
 
 
+def evenly(rank, world):
+    return WorkSharing(rank, world, SHARDS, NoClaims(), follows_speed=False)
+
+
 def averaged(rank, world, kind, owners):
     """The averages over shards that are dealt out by `owners`, as bytes."""
     init_group("paceline")
-    exchange = kind(dist.group.WORLD, SHARDS) if kind is SharedExchange else kind(dist.group.WORLD)
+    sharing = evenly(rank, world)
+    exchange = (
+        SharedExchange(dist.group.WORLD, SHARDS, sharing)
+        if kind is SharedExchange
+        else GroupExchange(dist.group.WORLD, sharing)
+    )
     parameters = ParameterSet(Shapes())
     forms = parameters.dense_forms("d" * len(parameters.parameters))
     plan = ShardPlan(5 * SHARDS, SHARDS).cut(5 * SHARDS)
@@ -117,7 +128,7 @@ def test_any_deal_of_any_bits_gives_the_average_of_one_process(kind, world):
 def talk(rank, world):
     """Messages of all sizes, also ones that need more room than there was."""
     init_group("paceline")
-    exchange = SharedExchange(dist.group.WORLD, 4)
+    exchange = SharedExchange(dist.group.WORLD, 4, evenly(rank, world))
     for length in (0, 3, 5000, 1, 100_000, 7):
         sent = [torch.full((length,), rank, dtype=torch.bfloat16), torch.ones(0, 3), torch.ones(())]
         received = exchange.gather({"rank": rank, "length": length}, sent if rank else [])
@@ -146,7 +157,9 @@ def peak_of_a_step(rank, world, shards):
     init_group("paceline")
     model = nn.Linear(WIDTH, WIDTH, bias=False)
     loader = paceline.DataLoader(TensorDataset(torch.ones(4 * shards, WIDTH)), 2 * shards)
-    training = paceline.Training(model, torch.optim.SGD(model.parameters()), loader, shards=shards)
+    training = paceline.Training(
+        model, torch.optim.SGD(model.parameters()), loader, shards=shards, steal=False
+    )
     for batch in training.batches():
         pathlib.Path("/proc/self/clear_refs").write_text("5")  # a peak from here on
         before = memory_bytes("VmRSS")

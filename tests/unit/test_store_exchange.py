@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -15,8 +16,13 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore
 
-from paceline.core.store_exchange import exchange, format_ranks, wait_for_peer
-from paceline.errors import CollectiveTimeout, PeerLost
+from paceline.core.store_exchange import (
+    AbandonableStore,
+    exchange,
+    format_ranks,
+    wait_for_peer,
+)
+from paceline.errors import CollectiveTimeout, GroupAborted, PeerLost
 
 LONG, SHORT = timedelta(seconds=60), timedelta(seconds=0.5)
 
@@ -120,3 +126,25 @@ def test_waiting_for_what_one_peer_publishes(ended_pid):
 )
 def test_lists_of_ranks(ranks, text):
     assert re.fullmatch(text, format_ranks(list(ranks)))
+
+
+def test_nobody_waits_any_longer_for_ranks_of_an_obsolete_group():
+    is_obsolete = threading.Event()
+    store = AbandonableStore(HashStore(), is_obsolete.is_set)
+    threading.Timer(0.1, is_obsolete.set).start()
+    began = time.monotonic()
+    with pytest.raises(GroupAborted, match="have changed before it was complete"):
+        exchange(store, "topic", 0, [0, 1], "value", LONG, prompt=True)
+    with pytest.raises(GroupAborted):
+        wait_for_peer(store, "key", 0, 1, LONG, {}, "a key")
+    assert time.monotonic() - began < LONG.total_seconds() / 2
+
+
+def test_a_group_that_is_of_use_is_met_as_through_any_other_store():
+    inner = HashStore()
+
+    def meet(rank):
+        store = AbandonableStore(inner, lambda: False)
+        return exchange(store, "topic", rank, [0, 1], str(rank), LONG, prompt=True)
+
+    assert on_threads([0, 1], meet) == {rank: {0: "0", 1: "1"} for rank in (0, 1)}

@@ -131,7 +131,7 @@ class Rule:
         if missing:
             own = deal(missing, len(values))[rank]
             return self.call(me._replace(computed=me.computed | {*own}), "gather")
-        held = [subtrees(sorted(numbers), SHARDS) for numbers in computed]
+        held = [subtrees(tuple(sorted(numbers)), SHARDS) for numbers in computed]
         covered = sorted(
             shard
             for nodes in self.counted(held)

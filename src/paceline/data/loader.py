@@ -345,6 +345,12 @@ class RangeLoader:
         self._ahead, self._single = _RangeRequests(requests), _RangeRequests(requests)
         self._inner: torch.utils.data.DataLoader[Any] | None = None
         self._single_inner: torch.utils.data.DataLoader[Any] | None = None
+        # Without workers torch's loader only fetches one item after the other, in five times the
+        # time that a small batch takes.
+        self._builder: MapBatchBuilder | None = None
+        if loader.num_workers == 0 and not loader.pin_memory:
+            spec = CollateSpec(loader.collate_fn, loader.empty_batch)
+            self._builder = MapBatchBuilder(loader.dataset, spec, batched=True)
 
     def load_ahead(self, ranges: Iterable[BatchRange]) -> Iterator[Any]:
         """The batches of these ranges, in order. Ends the pass before, if one is running."""
@@ -352,15 +358,10 @@ class RangeLoader:
         return _in_loader_phase(self._loader._on_device(self._batches()))
 
     def _batches(self) -> Iterator[Any]:
-        loader = self._loader
-        # Without workers torch's loader only fetches one item after the other, in five times the
-        # time that a small batch takes.
-        if loader.num_workers == 0 and not loader.pin_memory:
-            spec = CollateSpec(loader.collate_fn, loader.empty_batch)
-            builder = MapBatchBuilder(loader.dataset, spec, batched=True)
-            return map(builder.__getitem__, self._ahead)
-        if self._inner is None or not loader.persistent_workers:
-            self._inner = loader._new_inner_loader(self._ahead)
+        if self._builder is not None:
+            return map(self._builder.__getitem__, self._ahead)
+        if self._inner is None or not self._loader.persistent_workers:
+            self._inner = self._loader._new_inner_loader(self._ahead)
         return iter(self._inner)
 
     def load(self, wanted: BatchRange) -> Any:
@@ -369,11 +370,16 @@ class RangeLoader:
         A loader with workers gets one more for this, because a dataset may be at home in workers
         only; it stays until `release()`.
         """
+        self._single.begin([wanted])
+        (batch,) = _in_loader_phase(self._loader._on_device(self._single_batch()))
+        return batch
+
+    def _single_batch(self) -> Iterator[Any]:
+        if self._builder is not None:
+            return map(self._builder.__getitem__, self._single)
         if self._single_inner is None:
             self._single_inner = self._loader._new_inner_loader(self._single, on_demand=True)
-        self._single.begin([wanted])
-        (batch,) = _in_loader_phase(self._loader._on_device(iter(self._single_inner)))
-        return batch
+        return iter(self._single_inner)
 
     def release(self) -> None:
         """A pass is over: let the worker for single ranges go, unless workers shall stay."""

@@ -1166,7 +1166,8 @@ def _default_group() -> dist.ProcessGroup:
         raise ConfigError(
             "DistributedDataParallel needs a process group: call "
             "torch.distributed.init_process_group() (or paceline.init_process_group()) first, or "
-            "pass process_group."
+            "pass process_group. In an elastic job (paceline run --elastic) ranks come and go, and "
+            "the model is trained with paceline.Training"
         )
     group = dist.group.WORLD
     assert group is not None

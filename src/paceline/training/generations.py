@@ -59,10 +59,10 @@ class Generations:
         self._start, self._give, self._take = start, give, take
         self._signals = context.save_listener()
         self._has_asked_to_leave = False
+        self._told = NO_REQUEST  # what the last note has told of the signals
         # Passes completed and batches ended, together; None before this rank has a state.
         self._progress: int | None = None
         self._is_settled = False
-        self.has_left = False
         self._together: Exchange | None = None  # with all of the generation, once made
         self._saved_at = time.monotonic()
         self.exchange = ElasticExchange(alone, self._own_note)
@@ -136,6 +136,11 @@ class Generations:
         self.count_pass()
 
     @property
+    def has_left(self) -> bool:
+        """Whether the job goes on without this rank."""
+        return self._group.has_left
+
+    @property
     def is_settled(self) -> bool:
         """Whether this rank trains together with all others of its generation."""
         return self._is_settled
@@ -148,7 +153,9 @@ class Generations:
         stop = any(note.is_asked_to_stop for note in heard)
         if not stop and not any(note.is_asked_to_save for note in heard):
             return NO_REQUEST
-        self._signals.forget()
+        # One that has come since is for the next batch.
+        if self._told.due and self._told == self._signals.asked:
+            self._signals.forget()
         return SaveRequest(True, stop)
 
     def is_older_than(self, interval_s: float) -> bool:
@@ -166,6 +173,7 @@ class Generations:
                 self._has_asked_to_leave = True
                 self._group.job.leaving()
             asked = NO_REQUEST
+        self._told = asked
         unsaved_s = time.monotonic() - self._saved_at
         return Note(self._group.newest, asked.due, asked.stop, unsaved_s)
 
@@ -201,8 +209,7 @@ class Generations:
         """False if the next generation is without this rank, which then ends the batch alone."""
         self.exchange.use(self._alone)
         self._is_settled, self._together = False, None
-        self.has_left = not self._group.enter_next()
-        return not self.has_left
+        return self._group.enter_next()
 
     def _hold_round(self, between_batches: bool) -> Turn:
         if self._together is None:

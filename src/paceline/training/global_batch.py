@@ -86,11 +86,10 @@ class GlobalBatch:
         queue = self._new_queue()
         failure: StepError | None = None
         result: PassResult | None = None
-        computed: list[Shard] = []
-        apart_s = 0.0
         # Once, unless ranks are lost: then some of their shards are handed over.
         while result is None:
             self._state = _State.IN_LOOP
+            computed, apart_s = list[Shard](), list[float]()
             try:
                 while failure is None and (task := queue.next()) is not None:
                     inputs = self._inputs.of(task.shard)
@@ -99,11 +98,11 @@ class GlobalBatch:
                     self._in_shard = True
                     yield inputs
                     self._in_shard = False
-                    apart_s += time.perf_counter() - started
+                    apart_s.append(time.perf_counter() - started)
                     computed.append(task.shard)
                     failure = _end(work, task)
                 if self._price is not None and self._audit is None and failure is None:
-                    yield from self._measure(self._price, work, computed, apart_s)
+                    yield from self._measure(self._price, work, computed, sum(apart_s))
             except GeneratorExit:
                 self._state = _State.LEFT_EARLY
                 raise

@@ -40,7 +40,7 @@ from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.launch.process_context import current_context
 from paceline.rank_env import current_rank_and_world
-from paceline.training.audit import AuditPlan
+from paceline.training.audit import Audit, AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
 from paceline.training.fingerprint import Fingerprint, differences, take_fingerprint
@@ -61,7 +61,7 @@ from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
 from paceline.training.shard_price import ShardPrice
-from paceline.training.shard_queue import HostClaims, NoClaims, ShardClaims
+from paceline.training.shard_queue import HostClaims, NoClaims, ShardQueue
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
@@ -105,7 +105,7 @@ class Training:
         measure_shards: measure in a few of the first steps what it costs that there are more
             shards than ranks, and say so in one line if it is more than a tenth. The loop over
             shards gets a few more batches for it on rank 0, each as large as all of its shards;
-            they change nothing that is trained.
+            they change nothing that is trained. Not in an elastic job.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
@@ -147,6 +147,11 @@ class Training:
         self._exchange: Exchange = (
             _exchange(shards, steal) if self._generations is None else self._generations.exchange
         )
+        self._price = (
+            ShardPrice(shards, self._exchange.size)
+            if measure_shards and self._generations is None and self._exchange.rank == 0
+            else None
+        )
         keep_freed_memory(current_rank_and_world()[1])
         align_model(model)
         self._epoch, self._batches_done, self._step = 0, 0, 0
@@ -164,7 +169,6 @@ class Training:
             self._generations.begin()
             set_ranks(self._generations)
             self._generations.report_step(self._step)
-        self._price = ShardPrice(shards, self._exchange.size) if measure_shards else None
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
         self._stopping = self._generations is not None and self._generations.has_left
@@ -188,7 +192,9 @@ class Training:
 
     @property
     def stopping(self) -> bool:
-        """Whether a signal (SIGTERM) has ended the loops, after a checkpoint was written."""
+        """Whether a signal (SIGTERM) has ended the loops: after a checkpoint was written, if there
+        is a directory for them.
+        """
         return self._stopping
 
     def epochs(self, count: int) -> Iterator[int]:
@@ -241,9 +247,11 @@ class Training:
                     step=step,
                     plan=plan,
                     audit=audit,
-                    price=self._price if self._exchange.rank == 0 else None,
+                    price=self._price,
                     inputs=inputs.begin(number),
-                    new_queue=functools.partial(self._exchange.sharing.queue, deals, audit),
+                    new_queue=functools.partial(
+                        self._new_queue, self._exchange.sharing, deals, audit
+                    ),
                     setting=setting,
                     seeds=functools.partial(ShardSeeds, self.seed, step),
                     on_complete=self._count_pass,
@@ -287,6 +295,8 @@ class Training:
             self._stopping = True
         elif self._saves is not None and (generations is None or generations.is_settled):
             self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
+        elif generations is not None and generations.is_settled:
+            self._stopping = generations.save_request().stop
         return self._stopping
 
     @property
@@ -326,6 +336,17 @@ class Training:
         if audit is not None and audit.auditor == rank and audit.shard not in deals[rank]:
             return [*deals[rank], audit.shard]
         return deals[rank]
+
+    def _new_queue(
+        self, sharing: WorkSharing, deals: Sequence[Sequence[Shard]], audit: Audit | None
+    ) -> ShardQueue:
+        """For a pass over the current batch, which was dealt out like this when it began."""
+        if self._exchange.sharing is not sharing:
+            # Ranks have changed since.
+            assert self._batch is not None
+            deals = self._deals(self._batch.number)
+            audit = self._audits.audit_of(self._batch.step, deals)
+        return self._exchange.sharing.queue(deals, audit)
 
     def _deals(self, number: int) -> list[Sequence[Shard]]:
         """Each rank's shards of a global batch."""
@@ -613,25 +634,19 @@ def _exchange(shards: int, steal: bool) -> Exchange:
             f"compute: use at most {shards} ranks, or more shards (another number of shards gives "
             "other bits)"
         )
-    # Made in any case: that ranks disagree about `steal` is found out later.
-    claims = _claims(group, shards)
-    sharing = WorkSharing(
-        rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
-    )
-    if SharedExchange.serves(group):
+    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
+        # Made in any case: that ranks disagree about `steal` is found out later.
+        claims = HostClaims(group.engine.comm, shards)
+        sharing = WorkSharing(
+            rank, world_size, shards, claims if steal else NoClaims(), follows_speed=steal
+        )
         return SharedExchange(group, shards, sharing)
+    sharing = WorkSharing(rank, world_size, shards, NoClaims(), follows_speed=steal)
     return GroupExchange(group, sharing)
 
 
 def _alone(shards: int) -> SingleRank:
     return SingleRank(WorkSharing(0, 1, shards, NoClaims(), follows_speed=False))
-
-
-def _claims(group: dist.ProcessGroup, shards: int) -> ShardClaims:
-    """Where ranks share memory, they can take shards over from each other."""
-    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
-        return HostClaims(group.engine.comm, shards)
-    return NoClaims()
 
 
 def _raise(error: Exception) -> None:
