@@ -241,7 +241,7 @@ def sum_of(values, computed, plan):
         own = TreeSum(leaves, torch.add)
         for shard in shards:
             own.add_leaf(shard.number, values[shard.number] * shard.weight)
-        assert sorted(own.nodes) == sorted(subtrees([s.number for s in shards], leaves))
+        assert sorted(own.nodes) == sorted(subtrees(tuple(s.number for s in shards), leaves))
         for node, value in own.nodes.items():
             together.add_node(node, value)
     return together.root / plan.total_weight
