@@ -44,8 +44,8 @@ __all__ = ["DividedStep", "PartOptimizer", "find_model_to_divide"]
 
 _State = MutableMapping[str, Any]
 _Group = dict[str, Any]
-# Of what all ranks send at once. Gloo's all-gather of 2 MiB at a time took a third of that of 8, and
-# a fifth of that of everything; libraries for accelerators want long messages.
+# Of what all ranks send at once. Gloo's all-gather of 2 MiB at a time took a third of that of 8,
+# and a fifth of that of everything; libraries for accelerators want long messages.
 _BUFFER_BYTES = 2 * 1024 * 1024
 _DEVICE_BUFFER_BYTES = 32 * 1024 * 1024
 _LINE_BYTES = 64
