@@ -13,7 +13,7 @@ WORLD = 2
 
 def train(machine, rank, devices, make, shared):
     shared_step._WORTH_SHARING_BYTES = 0
-    divided_step._BUFFER_BYTES = 256
+    divided_step._DEVICE_BUFFER_BYTES = 256
     torch.manual_seed(0)
     layers = [torch.nn.Linear(6, 33), torch.nn.Linear(33, 3)]
     placed = [layer.to(device) for layer, device in zip(layers, devices, strict=True)]

@@ -44,8 +44,10 @@ __all__ = ["DividedStep", "PartOptimizer", "find_model_to_divide"]
 
 _State = MutableMapping[str, Any]
 _Group = dict[str, Any]
-# Of what all ranks send at once: long against the cost of a call, short against the parameters.
-_BUFFER_BYTES = 8 * 1024 * 1024
+# Of what all ranks send at once. Gloo's all-gather of 2 MiB at a time took a third of that of 8,
+# and a fifth of that of everything; libraries for accelerators want long messages.
+_BUFFER_BYTES = 2 * 1024 * 1024
+_DEVICE_BUFFER_BYTES = 32 * 1024 * 1024
 _LINE_BYTES = 64
 
 
@@ -316,7 +318,8 @@ class _Row:
         self._like = first.detach()
         size = first.element_size()
         parts = plan_parts([m.parameter.numel() for m in members], size, ranks)
-        lines = max(1, _BUFFER_BYTES // _LINE_BYTES // ranks)
+        buffer = _BUFFER_BYTES if first.device.type == "cpu" else _DEVICE_BUFFER_BYTES
+        lines = max(1, buffer // _LINE_BYTES // ranks)
         self._portions = plan_portions(parts, lines * _LINE_BYTES // size)
         self._longest = max((portion.length for portion in self._portions), default=0)
         self._ranks = ranks
