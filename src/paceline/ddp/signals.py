@@ -54,6 +54,8 @@ class Signal(NamedTuple):
     unused: bool = False  # some parameter got no gradient here
     buffers: bool = False  # module buffers are synchronised next
     backward_follows: bool = False
+    # Nobody here will sum the gradients that are left to a step: they are averaged after all.
+    sums_nothing_later: bool = False
 
     def pack(self) -> list[float]:
         """The signal as SIGNAL_WIDTH numbers."""
@@ -64,6 +66,7 @@ class Signal(NamedTuple):
             unused,
             buffers,
             follows,
+            sums_nothing_later,
         ) = self
         return [
             float(call),
@@ -73,14 +76,14 @@ class Signal(NamedTuple):
             float(basis),
             leading,
             float(failed),
-            unused + 2.0 * buffers + 4.0 * follows,
+            unused + 2.0 * buffers + 4.0 * follows + 8.0 * sums_nothing_later,
         ]
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Signal:
         contribution = Contribution(row[1], row[2], int(row[3]), Basis(int(row[4])), row[5])
         bits = int(row[7])
-        flags = (bool(bits >> place & 1) for place in range(3))
+        flags = (bool(bits >> place & 1) for place in range(4))
         return cls(Call(int(row[0])), contribution, row[6] != 0, *flags)
 
 
