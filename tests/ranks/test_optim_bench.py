@@ -18,6 +18,7 @@ def test_every_way_of_training_is_measured(tmp_path):
         assert job.wait(200) == 0, job.stdout + job.stderr
         assert job.left_after(2.0) == []
     assert "paceline.optim, shared" in job.stdout
+    assert "one pass" in job.stdout
     measured = json.loads(figures.read_text())["step_us"]["mlp-64"]
     assert set(measured) == {"AdamW", "SGD"}
     assert all(len(times) == 6 and min(times.values()) > 0 for times in measured.values())

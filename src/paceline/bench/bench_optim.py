@@ -41,10 +41,10 @@ _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "paceline + torch fused": ("paceline", "torch", {"fused": True}),
     "paceline.optim": ("paceline", "paceline", {"shared": False}),
     "paceline.optim, shared": ("paceline", "paceline", {"shared": True}),
-    "paceline.optim, one pass": ("paceline", "paceline", {"one_pass": True}),
+    "one pass": ("paceline", "paceline", {"one_pass": True}),
 }
 _LARGE_MODEL = "mlp-17m"  # larger than caches: its step runs at the speed of memory
-_ONE_PASS = "paceline.optim, one pass"
+_ONE_PASS = "one pass"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-_OURS = ("paceline.optim", "paceline.optim, shared", "paceline.optim, one pass")
+_OURS = ("paceline.optim", "paceline.optim, shared", "one pass")
 
 
 # --- on every rank ---------------------------------------------------------------------------

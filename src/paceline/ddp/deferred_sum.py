@@ -35,6 +35,10 @@ class DeferredSum:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._ids
 
+    def overlaps(self, other: DeferredSum) -> bool:
+        """Whether both have some parameter."""
+        return not self._ids.isdisjoint(other._ids)
+
     @property
     def is_wanted(self) -> bool:
         """Whether there is still somebody who will sum."""

@@ -394,7 +394,6 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             previous.abandon_step()
             previous.remove_hooks()
         config = self._config
-        self._deferred_sums = [each for each in self._deferred_sums if each.is_wanted]
         managed = self._managed_parameters()
         self.modules_buffers = list(self._named_buffers().values())
         self._rebuild_delayed()
@@ -514,8 +513,6 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             return False
         if self._watch.has_changed():
             return True
-        if self._deferred_sums and self._unwanted_sums():
-            return True
         reducer = self.reducer
         return bool(self._frozen or reducer.frozen) and any(
             map(_requires_grad, (*self._frozen, *reducer.frozen))
@@ -530,8 +527,6 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         frozen = [*self._frozen, *reducer.frozen]
         trainable = self._trainable_parameters()
         changes = changes_between(self._watch.planned, trainable, self.module.parameters(), frozen)
-        if self._unwanted_sums():
-            changes.append("the optimizer that summed gradients is gone")
         if not changes:
             reducer.renew_hooks()
             self._watch_model()
@@ -599,14 +594,14 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             return reducer.transport.comm
         return None
 
-    def _unwanted_sums(self) -> bool:
-        return not all(deferred.is_wanted for deferred in self._deferred_sums)
-
-    def defer_sums(self, deferred: DeferredSum, instead_of: DeferredSum | None = None) -> None:
+    def defer_sums(self, deferred: DeferredSum) -> None:
         """From the next backward on, leave the gradients of these parameters as they are on each
-        rank. On every rank together, and only where there is `shared_memory`.
+        rank. On every rank together, and only where there is `shared_memory`. Whoever summed some
+        of them before no longer does.
         """
-        others = [each for each in self._deferred_sums if each is not instead_of]
+        for each in self._deferred_sums:
+            each.forget()
+        others = [each for each in self._deferred_sums if not each.overlaps(deferred)]
         self._deferred_sums = [*others, deferred]
         self._rebuild()
 

@@ -343,6 +343,7 @@ class Reducer(BackwardObserver):
             self.window.contribution(),
             failed=step.failed,
             unused=self._has_unused(step),
+            sums_nothing_later=not all(each.is_wanted for each in self._deferred_sums),
         )
         is_single = len(self._layout.buckets) == 1 and not self._layout.defers_sums
         self.transport.post(signal, single_bucket=is_single)
@@ -531,6 +532,7 @@ class Reducer(BackwardObserver):
             signals = self.transport.signals()
             self._check(signals)
             self._set_weights(step, signals)
+            self._average_deferred_if_unwanted(step, signals)
         # Checked again: what failed after the first bucket was sent shows in the closing signals
         # only.
         signals = self.transport.complete(self._telemetry)
@@ -542,12 +544,15 @@ class Reducer(BackwardObserver):
         used = self._agree_on_used(step, any(signal.unused for signal in signals))
         if self._layout.defers_sums and step.has_data:
             for deferred in self._deferred_sums:
-                deferred.leave(step.weights, self.label)
+                if step.averages_deferred:
+                    deferred.forget()
+                else:
+                    deferred.leave(step.weights, self.label)
         if self._actions.before_scatter is not None:
             self._actions.before_scatter()
         if self.comm_hook is None or not self.comm_hook.steps_optimizer:
             for bucket in self._layout.buckets:
-                if bucket.is_deferred and not step.has_data:
+                if bucket.is_deferred and not step.has_data and not step.averages_deferred:
                     continue
                 bucket.scatter(
                     bucket.positions
@@ -581,6 +586,19 @@ class Reducer(BackwardObserver):
             self._forget_arrivals()  # the next backward needs no forward before it
         else:
             self.hooks.forget_arrivals(self._layout.buckets)
+
+    def _average_deferred_if_unwanted(self, step: Step, signals: Sequence[Signal]) -> None:
+        """An optimizer that summed gradients is gone on some rank: all average what was left to it.
+        It may still be there on others, where garbage was not collected yet.
+        """
+        if not any(signal.sums_nothing_later for signal in signals):
+            return
+        step.averages_deferred = True
+        for bucket in self._layout.buckets:
+            if bucket.is_deferred:
+                if not step.has_data:
+                    bucket.gather((), contribute=False)
+                self._launch(step, bucket)
 
     def place_deferred(self) -> None:
         """Before a step sums them: gradients that were left to it lie where peers find them."""
@@ -714,7 +732,10 @@ class Reducer(BackwardObserver):
             self._send_nothing(step)
         if self.comm_hook is not None:
             self.comm_hook.finish()
-        self._set_weights(step, self.transport.signals())
+        signals = self.transport.signals()
+        self._set_weights(step, signals)
+        with torch.no_grad():
+            self._average_deferred_if_unwanted(step, signals)
         return self.transport.complete()
 
     def publish_dropped(self) -> None:

@@ -71,6 +71,8 @@ class Signal(NamedTuple):
     unused: bool = False  # some parameter got no gradient here
     buffers: bool = False  # module buffers are synchronised next
     backward_follows: bool = False
+    # Nobody here will sum the gradients that are left to a step: they are averaged after all.
+    sums_nothing_later: bool = False
     digest: int = 0  # of what an optimizer is about to do; 40 bits at most
 
     def pack(self) -> list[float]:
@@ -82,6 +84,7 @@ class Signal(NamedTuple):
             unused,
             buffers,
             follows,
+            sums_nothing_later,
             digest,
         ) = self
         return [
@@ -92,17 +95,15 @@ class Signal(NamedTuple):
             float(basis),
             leading,
             float(failed),
-            unused + 2.0 * buffers + 4.0 * follows + 8.0 * digest,
+            unused + 2.0 * buffers + 4.0 * follows + 8.0 * sums_nothing_later + 16.0 * digest,
         ]
 
     @classmethod
     def unpack(cls, row: Sequence[float]) -> Signal:
         contribution = Contribution(row[1], row[2], int(row[3]), Basis(int(row[4])), row[5])
         bits = int(row[7])
-        unused, buffers, follows = (bool(bits >> place & 1) for place in range(3))
-        return cls(
-            Call(int(row[0])), contribution, row[6] != 0, unused, buffers, follows, bits >> 3
-        )
+        flags = (bool(bits >> place & 1) for place in range(4))
+        return cls(Call(int(row[0])), contribution, row[6] != 0, *flags, bits >> 4)
 
 
 def common_call(signals: Sequence[Signal]) -> Call | None:

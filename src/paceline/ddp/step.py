@@ -64,6 +64,7 @@ class Step:
 
     __slots__ = (
         "_counted",
+        "averages_deferred",
         "context_gradients",
         "count",
         "cursor",
@@ -97,6 +98,8 @@ class Step:
         self.count = count  # what the forwards weigh that this backward has reached
         self.keeps_graph = keeps_graph  # backward(create_graph=True): gradients have a history
         self.has_data = has_data  # not so: this rank only takes part in the step of others
+        # What was to be left to a step is averaged: on some rank nobody would sum it.
+        self.averages_deferred = False
         self.defers_to_end = False  # no bucket is sent before the end of backward
         self.cursor = 0  # buckets before this one have been sent
         self.ready: set[int] = set()  # buckets that are full and wait for those before them

@@ -550,7 +550,8 @@ class NativeOptimizer(torch.optim.Optimizer):
             return
         parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
         deferred = DeferredSum(parameters, self)
-        self._one_pass = OnePass(shared, deferred, self._one_pass, type(self).__name__)
+        replaces = self._one_pass is not None
+        self._one_pass = OnePass(shared, deferred, type(self).__name__, replaces=replaces)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""

@@ -35,17 +35,18 @@ class OnePass:
         self,
         shared: SharedStep,
         deferred: DeferredSum,
-        replaced: OnePass | None,
         name: str,
+        *,
+        replaces: bool,
     ) -> None:
-        """Made by all ranks together, after a step of the model. `shared` has the parameters,
-        `replaced` is this optimizer's former one.
+        """Made by all ranks together, after a step of the model. `shared` has the parameters;
+        `replaces`: there was one before, of the same optimizer.
         """
         self.goes_with = shared
         self._deferred = deferred
         model = shared.model
-        model.defer_sums(deferred, None if replaced is None else replaced._deferred)
-        if replaced is None and model.process_group.rank() == 0:
+        model.defer_sums(deferred)
+        if not replaces and model.process_group.rank() == 0:
             _logger.info(
                 "%s(one_pass=True): from now on backward leaves each rank's own gradient in .grad, "
                 "and the step sums them; model.averaged_gradients() gives the average.",
