@@ -102,8 +102,10 @@ class Signal(NamedTuple):
     def unpack(cls, row: Sequence[float]) -> Signal:
         contribution = Contribution(row[1], row[2], int(row[3]), Basis(int(row[4])), row[5])
         bits = int(row[7])
-        flags = (bool(bits >> place & 1) for place in range(4))
-        return cls(Call(int(row[0])), contribution, row[6] != 0, *flags, bits >> 4)
+        unused, buffers, follows, later = (bool(bits >> place & 1) for place in range(4))
+        return cls(
+            Call(int(row[0])), contribution, row[6] != 0, unused, buffers, follows, later, bits >> 4
+        )
 
 
 def common_call(signals: Sequence[Signal]) -> Call | None:
