@@ -40,8 +40,7 @@ static bool is_that_rank(const plc_comm *comm, uint32_t rank, const void *that) 
     return rank == *(const uint32_t *)that;
 }
 
-/* Until every peer has done this step with `blocks` blocks of this call. */
-static int wait_for_peers(const pipeline *p, int step, uint64_t blocks) {
+int pipeline_wait(const pipeline *p, int step, uint64_t blocks) {
     plc_comm *comm = p->comm;
     for (uint32_t r = 0; r < comm->ranks; r++) {
         if (r == comm->rank) continue;
@@ -53,7 +52,7 @@ static int wait_for_peers(const pipeline *p, int step, uint64_t blocks) {
     return PLC_OK;
 }
 
-static void count_step(const pipeline *p, int step) {
+void pipeline_count(const pipeline *p, int step) {
     advance(progress_of(p, p->comm->rank, step), 1);
 }
 
@@ -78,10 +77,10 @@ void pipeline_stage(const pipeline *p, uint64_t block) {
 }
 
 static int stage_in_turn(const pipeline *p, uint64_t block, bool staged) {
-    int status = block < RING_DEPTH ? PLC_OK : wait_for_peers(p, SUMMED, block - RING_DEPTH + 1);
+    int status = block < RING_DEPTH ? PLC_OK : pipeline_wait(p, SUMMED, block - RING_DEPTH + 1);
     if (status != PLC_OK) return status;
     if (!staged) p->steps->stage(p, block);
-    count_step(p, STAGED);
+    pipeline_count(p, STAGED);
     return PLC_OK;
 }
 
@@ -100,12 +99,12 @@ static void sum_part(const pipeline *p, uint64_t block) {
 }
 
 static int sum_in_turn(const pipeline *p, uint64_t block) {
-    int status = wait_for_peers(p, STAGED, block + 1);
+    int status = pipeline_wait(p, STAGED, block + 1);
     if (status == PLC_OK && block >= RING_DEPTH)
-        status = wait_for_peers(p, FETCHED, block - RING_DEPTH + 1);
+        status = pipeline_wait(p, FETCHED, block - RING_DEPTH + 1);
     if (status != PLC_OK) return status;
     p->steps->sum(p, block);
-    count_step(p, SUMMED);
+    pipeline_count(p, SUMMED);
     return PLC_OK;
 }
 
@@ -118,10 +117,10 @@ static void fetch_parts(const pipeline *p, uint64_t block) {
 }
 
 static int fetch_in_turn(const pipeline *p, uint64_t block) {
-    int status = wait_for_peers(p, SUMMED, block + 1);
+    int status = pipeline_wait(p, SUMMED, block + 1);
     if (status != PLC_OK) return status;
     p->steps->fetch(p, block);
-    count_step(p, FETCHED);
+    pipeline_count(p, FETCHED);
     return PLC_OK;
 }
 

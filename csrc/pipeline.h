@@ -55,6 +55,9 @@ void pipeline_plan(pipeline *p);
 void pipeline_stage(const pipeline *p, uint64_t block);
 /* All ranks are there. When it ends, what this rank staged was read; its sums may still be read. */
 int pipeline_run(const pipeline *p, bool staged);
+/* Until every peer has done this step with `blocks` blocks of this call; 0: of those before. */
+int pipeline_wait(const pipeline *p, int step, uint64_t blocks);
+void pipeline_count(const pipeline *p, int step); /* this rank has done it with one more block */
 
 /* --- buckets.c -------------------------------------------------------------------------------- */
 plc_comm *arena_comm(const plc_arena *arena);

@@ -6,11 +6,14 @@
  * byte is read from memory once and written once, however many nodes there are; all else stays in
  * cache. What ranks hold differs from call to call, so the sizes of blocks do, too; the areas for
  * stages and for sums do not, because a peer may still be fetching the sums of the call before.
+ *
+ * Short rows are summed whole by every rank, which saves waiting for each other's sums.
  */
 #include "numbers.h"
 #include "pipeline.h"
 
 #define MOST_LEVELS 32
+#define SHORT_BYTES (1024 * 1024) /* of all nodes together */
 #define CHUNK 512ull /* elements in the first-level cache while the nodes are added */
 
 /* The sum of two, the same divided, and a division alone. */
@@ -203,6 +206,53 @@ static void fetch(const pipeline *p, uint64_t block) {
     }
 }
 
+/* --- short rows ------------------------------------------------------------------------------- */
+
+static uint64_t short_stride(const tree_pipeline *t) {
+    return ALIGN_UP(row_length(t->what) * t->element, CACHE_LINE);
+}
+
+static unsigned char *staged_row(const tree_pipeline *t, uint32_t rank, uint32_t node) {
+    return t->base.stages + rank * t->base.stride + node * short_stride(t);
+}
+
+static void stage_rows(const tree_pipeline *t) {
+    const plc_tree_average *w = t->what;
+    uint32_t rank = t->base.comm->rank, own = 0;
+    for (uint32_t n = 0; n < w->nodes; n++) {
+        if (w->owners[n] != rank) continue;
+        copy_from_row(t, w->inputs + (uint64_t)own * w->arrays, 0, row_length(w),
+                      staged_row(t, rank, own));
+        own++;
+    }
+}
+
+static void average_rows(const tree_pipeline *t) {
+    const plc_tree_average *w = t->what;
+    uint32_t held[PLC_MAX_RANKS] = {0};
+    const unsigned char *nodes[w->nodes];
+    double chunk[CHUNK];
+    for (uint32_t n = 0; n < w->nodes; n++)
+        nodes[n] = staged_row(t, w->owners[n], held[w->owners[n]]++);
+    for (uint64_t from = 0, end; from < row_length(w); from = end) {
+        end = MIN(from + CHUNK, row_length(w));
+        average_chunk(t, nodes, from * t->element, end - from, chunk);
+        copy_to_row(t, w->outputs, from, end, (const unsigned char *)chunk);
+    }
+}
+
+static int run_short(tree_pipeline *t) {
+    t->base.blocks = 1;
+    stage_rows(t);
+    pipeline_count(&t->base, STAGED);
+    int status = pipeline_wait(&t->base, STAGED, 1);
+    if (status != PLC_OK) return status;
+    average_rows(t);
+    pipeline_count(&t->base, SUMMED);
+    pipeline_count(&t->base, FETCHED);
+    return PLC_OK;
+}
+
 /* --- the call --------------------------------------------------------------------------------- */
 
 /* Whether the additions lead from the nodes to one root. */
@@ -223,11 +273,20 @@ static uint32_t most_nodes_of_a_rank(const plc_comm *comm, const plc_tree_averag
     return most;
 }
 
+static uint64_t stage_room(const pipeline *p) {
+    return p->ring_bytes / 3 * 2 / CACHE_LINE * CACHE_LINE;
+}
+
+static bool is_short(const tree_pipeline *t) {
+    uint64_t nodes = most_nodes_of_a_rank(t->base.comm, t->what), row = short_stride(t);
+    return row > 0 && row * t->what->nodes <= SHORT_BYTES && row * nodes <= stage_room(&t->base);
+}
+
 static int plan(tree_pipeline *t) {
     static const pipeline_steps steps = {stage, sum, fetch};
     pipeline *p = &t->base;
     uint64_t ranks = p->comm->ranks, nodes = most_nodes_of_a_rank(p->comm, t->what);
-    uint64_t stages = p->ring_bytes / 3 * 2 / CACHE_LINE * CACHE_LINE;
+    uint64_t stages = stage_room(p);
     uint64_t sums = p->ring_bytes - stages;
     uint64_t most = MIN(stages / RING_DEPTH / (nodes * ranks), sums / RING_DEPTH);
     most = most / CACHE_LINE * CACHE_LINE;
@@ -250,9 +309,12 @@ static int average_tree(plc_arena *arena, uint32_t index, const plc_tree_average
     int status = arena_rings(arena, index, &t.base);
     if (status == PLC_OK) status = plan(&t);
     if (status != PLC_OK) return status;
-    if (t.base.blocks > 1) gil_release();
+    bool whole = is_short(&t);
+    if (!whole) gil_release();
     t.base.deadline = deadline_after(t.base.comm, timeout_ns);
-    status = pipeline_run(&t.base, false);
+    /* Nobody reads what this rank has staged in the call before. */
+    status = pipeline_wait(&t.base, FETCHED, 0);
+    if (status == PLC_OK) status = whole ? run_short(&t) : pipeline_run(&t.base, false);
     if (status == PLC_OK) arena_count_blocks(arena, &t.base);
     return status;
 }

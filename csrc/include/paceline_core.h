@@ -245,7 +245,7 @@ typedef struct {
     uint64_t divisor;
 } plc_tree_average;
 /* All ranks, each with its nodes, once they know that all are there; the same on all of them but
- * for inputs and outputs. The room is that of an external bucket. [GIL] */
+ * for inputs and outputs. The room is that of an external bucket, used for nothing else. [GIL] */
 PLC_API int plc_arena_average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
                                    int64_t timeout_ns);
 

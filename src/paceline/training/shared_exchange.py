@@ -116,12 +116,13 @@ class SharedExchange:
         forms: Forms,
         plan: BatchPlan,
     ) -> Gradients:
-        if any(form.device.type != "cpu" for form in forms):
+        rows = self._rows_of(forms)
+        if not all(row.is_on_host for row in rows):
             return self._of_devices.average_nodes(own, nodes, forms, plan)
         order = self._order(nodes, len(plan.shards))
         held = [own[node] for node in order.nodes_of(self.rank)]
         total: Gradients = [None] * len(forms)
-        for row in self._rows_of(forms):
+        for row in rows:
             row.average(self._arena, order, held, plan.total_weight, total)
         return total
 
@@ -168,6 +169,7 @@ class _Row:
     def __init__(self, forms: Forms, members: Sequence[int]) -> None:
         self._members, self._forms = members, [forms[number] for number in members]
         self._nothing: Gradients = [None] * len(members)
+        self.is_on_host = all(form.device.type == "cpu" for form in self._forms)
         self._strides = [form.strides for form in self._forms]
         self._code = DTYPE_CODES[self._forms[0].dtype]
         self._ends, end = array("Q"), 0
@@ -214,7 +216,8 @@ class _Row:
 
     def _laid_out(self, gradients: Gradients) -> Gradients:
         own = [gradients[number] for number in self._members]
-        if None not in own and [each.stride() for each in own if each is not None] == self._strides:
+        # Nearly always. (`None in own` would ask every tensor whether it equals None.)
+        if [None if each is None else each.stride() for each in own] == self._strides:
             return own
         return [
             None if each is None else form.laid_out(each)
