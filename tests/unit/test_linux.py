@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
 import subprocess
 import sys
 import time
+
+import pytest
 
 from paceline import _linux
 
@@ -70,3 +73,34 @@ def test_caught_signals_are_seen():
     finally:
         signal.signal(signal.SIGUSR2, previous)
     assert not _linux.catches_signal(os.getpid(), signal.SIGUSR2)
+
+
+@pytest.mark.parametrize("way", [_linux._scan_page_tables, _linux._read_page_tables])
+def test_pages_of_a_private_mapping_that_were_written(way):
+    """Not those that were read, nor those written in the file."""
+    page = mmap.PAGESIZE
+    descriptor = _linux.anonymous_memory("paceline", 8 * page)
+    try:
+        file = mmap.mmap(descriptor, 8 * page)
+        own = mmap.mmap(
+            descriptor, 8 * page, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+        )
+    finally:
+        os.close(descriptor)
+    with file, own:
+        begin = ctypes.addressof(anchor := ctypes.c_char.from_buffer(own))
+        del anchor
+        assert own[0] == own[5 * page] == 0
+        file[5 * page] = 1
+        own[page], own[2 * page + 7], own[7 * page] = 1, 1, 1
+        pagemap = os.open("/proc/self/pagemap", os.O_RDONLY)
+        try:
+            found = way(pagemap, begin, begin + 8 * page)
+        finally:
+            os.close(pagemap)
+        pages = {at for first, end in found for at in range(first, end, page)}
+        assert pages == {begin + index * page for index in (1, 2, 7)}
+        own.madvise(mmap.MADV_DONTNEED)
+        assert own[page] == 0
+        assert _linux.written_pages(begin, begin + 8 * page) == []
+    assert _linux.can_find_written_pages()
