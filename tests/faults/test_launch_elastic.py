@@ -49,7 +49,9 @@ MEMBER = """
                 (folder / f"left-{me}").write_text("yes")
                 sys.exit(0)
         slots = "".join(str(each.slot) for each in generation.members)
-        (folder / f"up-{me}-{slots}").write_text(str(os.getpid()))
+        up = folder / f"up-{me}-{slots}"
+        if not up.exists():  # once: whoever reads it must not find it empty
+            up.write_text(str(os.getpid()))
         __STEP__
         step += 1
         time.sleep(0.005)
@@ -182,7 +184,8 @@ def test_a_rank_that_fails_over_and_over_ends_the_job(tmp_path):
         assert job.wait() == 1
         assert job.left_after(5.0) == []
     assert "paceline: giving up: 3 errors in a row, and no step completed in between" in job.stderr
-    assert job.stderr.count("[1] KeyError: 'no such sample'") == 3
+    # One more if the other rank has completed its first step after the first of them.
+    assert job.stderr.count("[1] KeyError: 'no such sample'") in (3, 4)
     assert "failed first: KeyError: 'no such sample'; 1 other stopped" in job.last_line
 
 
