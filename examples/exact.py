@@ -77,7 +77,7 @@ def main() -> None:
             optimizer.step()
             optimizer.zero_grad()
         if paceline.is_main():
-            print(f"epoch {epoch}: loss of the last batch {batch.metrics['loss']!r}")
+            print(f"epoch {epoch}: loss of the last batch {training.metrics['loss']!r}")
     if paceline.is_main():
         print(f"{paceline.world_size()} ranks, {training.step} steps, SHA-256 {sha256(model)}")
     paceline.destroy_process_group()

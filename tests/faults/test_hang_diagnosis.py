@@ -156,8 +156,8 @@ class StandardErrors:
         """The diagnosis that is new since the last call, once there are `count` of them."""
         deadline = time.monotonic() + PATIENCE_S
         while len(self.diagnoses) < count:
-            assert time.monotonic() < deadline, self
-            assert all(job.process.poll() is None for job in jobs), self
+            assert time.monotonic() < deadline, str(self)
+            assert all(job.process.poll() is None for job in jobs), str(self)
             time.sleep(0.05)
         (latest,) = collections.Counter(self.diagnoses) - self._read
         self._read[latest] += 1

@@ -102,6 +102,23 @@ def test_the_gradient_and_the_metrics_are_those_of_the_global_batch():
         optimizer.zero_grad()
 
 
+def test_the_last_metrics_are_part_of_the_state():
+    model, optimizer, training = make()
+    for batch in training.batches():
+        for x, y in batch.shards():
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            batch.log(loss=loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert training.metrics == batch.metrics
+    assert training.metrics["loss"] > 0
+    _, _, later = make()
+    assert later.metrics == {}
+    later.load_state_dict(training.state_dict())
+    assert later.metrics == training.metrics
+
+
 def test_steps_epochs_and_batches_are_counted():
     model, optimizer, training = make()
     seen = []

@@ -90,14 +90,17 @@ class Generations:
         self._meet(between_batches=False, lost=error)
         self.exchange.sharing.join_pass()
 
-    def end_batch(self, step: int) -> bool:
+    def end_batch(self, step: int, *, is_last: bool) -> bool:
         """Between two batches: change to a newer generation if all know of one. False if this rank
         is to leave.
+
+        Not after the last batch of an epoch, if it can wait: whoever joins there comes to what the
+        script does after the loop over the batches without having seen one.
         """
         assert self._progress is not None
         self._progress += 1
         is_news = any(note.generation > self._group.number for note in self.exchange.heard)
-        if not self.has_left and not (self._is_settled and not is_news):
+        if not self.has_left and not (self._is_settled and (is_last or not is_news)):
             self._meet(between_batches=True, lost=None)
         if not self.has_left:
             self.report_step(step)

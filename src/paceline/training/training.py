@@ -159,6 +159,7 @@ class Training:
         self._batch: GlobalBatch | None = None
         self._inputs: EpochInputs | None = None
         self._counted_step = -1
+        self._metrics: Mapping[str, float] = {}
         self._changed_buffers: set[str] = set()
         self._parameters = ParameterSet(model)
         self._ranges = loader.range_loader()
@@ -179,6 +180,14 @@ class Training:
     def step(self) -> int:
         """How many global batches have been completed since training began."""
         return self._step
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """`batch.metrics` of the global batch that was completed last. They are part of the state:
+        after the loop over `batches()` they are there on every rank, also on one that joined an
+        elastic job after the last batch of the epoch.
+        """
+        return self._metrics
 
     @property
     def epoch(self) -> int:
@@ -291,7 +300,8 @@ class Training:
         generations = self._generations
         if (path := os.environ.get(DIGESTS)) and self._exchange.rank == 0:
             append_line(path, self.digest())
-        if generations is not None and not generations.end_batch(self._step):
+        is_last = self._batches_done == len(self._sampler) > 1
+        if generations is not None and not generations.end_batch(self._step, is_last=is_last):
             self._stopping = True
         elif self._saves is not None and (generations is None or generations.is_settled):
             self._stopping = self._saves.after_step(self._step, self._place, self.state_dict)
@@ -320,6 +330,8 @@ class Training:
             self._step += 1
             self._batches_done += 1
             self._sampler.position.seek(self._epoch, self._batches_done)
+            self._metrics = {}
+        self._metrics = {**self._metrics, **result.metrics}
 
     def _epoch_inputs(self) -> EpochInputs:
         """The inputs of the rest of the epoch, seen from now."""
@@ -390,6 +402,7 @@ class Training:
             **self._identity,
             "fingerprint": self.fingerprint,
             "step": step,
+            "metrics": dict(self._metrics),
             "loader": self._sampler.state_at(epoch, batch),
             "model": model,
             "optimizers": {name: each.state_dict() for name, each in self._optimizers.items()},
@@ -442,7 +455,7 @@ class Training:
         gradients = [(parameter, parameter.grad) for parameter in self.model.parameters()]
         position = self._sampler.position.epoch, self._sampler.position.batch
         place = self._epoch, self._batches_done, self._step, self._counted_step, self._epoch_done
-        changed_buffers = self._changed_buffers
+        changed_buffers, metrics = self._changed_buffers, self._metrics
 
         def put_back() -> None:
             for parameter, gradient in gradients:
@@ -450,7 +463,7 @@ class Training:
             self._sampler.position.seek(*position)
             self._epoch, self._batches_done, self._step = place[:3]
             self._counted_step, self._epoch_done = place[3:]
-            self._changed_buffers = changed_buffers
+            self._changed_buffers, self._metrics = changed_buffers, metrics
             for way in ways:
                 way()
 
@@ -464,6 +477,7 @@ class Training:
                 each.load_state_dict(state[kind][name])
         self._epoch, self._batches_done = self._sampler.position.epoch, self._sampler.position.batch
         self._step, self._counted_step, self._epoch_done = state["step"], -1, False
+        self._metrics = dict(state.get("metrics", {}))
         self._load_extras(state)
 
     def _load_extras(self, state: Mapping[str, Any]) -> None:
