@@ -49,6 +49,8 @@ static bool can_read_all(const plc_comm *comm) {
     return true;
 }
 
+int plc_comm_reads_directly(const plc_comm *comm) { return comm->direct; }
+
 int plc_comm_probe_direct_reads(plc_comm *comm, int allow_direct) {
     rank_record *mine = &comm->shared->records[comm->rank];
     volatile uint64_t word = probe_word(comm->shared, comm->rank);

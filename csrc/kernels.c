@@ -34,34 +34,12 @@ typedef struct {
 #define OP_BOR(a, b) ((a) | (b))
 #define OP_BXOR(a, b) ((a) ^ (b))
 
-#define ISA_NAME(name) name##_portable
-#define ISA_TARGET
-#include "kernels_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-#if defined(__x86_64__)
-#define ISA_NAME(name) name##_avx2
-#define ISA_TARGET __attribute__((target("avx2")))
-#include "kernels_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-#define ISA_NAME(name) name##_avx512
-#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#include "kernels_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-#endif
+#define KERNELS "kernels_for_isa.h"
+#include "for_each_isa.h"
 
 typedef const kernel (*kernel_table)[PLC_OPS];
 
-/* By instruction set, as `choose_instruction_set` numbers them. */
-#if defined(__x86_64__)
-static const kernel_table tables[] = {table_avx512, table_avx2, table_portable};
-#else
-static const kernel_table tables[] = {table_portable};
-#endif
+static const kernel_table tables[] = BY_INSTRUCTION_SET(table);
 
 uint64_t plc_element_bytes(uint32_t dtype) {
     static const uint8_t bytes[PLC_DTYPES] = {

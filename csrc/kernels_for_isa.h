@@ -1,4 +1,4 @@
-/* Included by kernels.c once per instruction set, with ISA_NAME(name) and ISA_TARGET defined. */
+/* Included once per instruction set (for_each_isa.h): the loops of kernels.c. */
 
 #define BLOCK 1024 /* elements kept in the first-level cache while the ranks are added to them */
 

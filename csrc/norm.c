@@ -8,32 +8,10 @@
 
 typedef double (*squares_kernel)(const void *numbers, uint64_t count);
 
-#define ISA_NAME(name) name##_portable
-#define ISA_TARGET
-#include "norm_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
+#define KERNELS "norm_for_isa.h"
+#include "for_each_isa.h"
 
-#if defined(__x86_64__)
-#define ISA_NAME(name) name##_avx2
-#define ISA_TARGET __attribute__((target("avx2")))
-#include "norm_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-#define ISA_NAME(name) name##_avx512
-#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#include "norm_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-#endif
-
-/* By instruction set, as `choose_instruction_set` numbers them. */
-#if defined(__x86_64__)
-static const squares_kernel *const tables[] = {squares_avx512, squares_avx2, squares_portable};
-#else
-static const squares_kernel *const tables[] = {squares_portable};
-#endif
+static const squares_kernel *const tables[] = BY_INSTRUCTION_SET(squares);
 
 static uint64_t blocks_of(const plc_update *u, uint32_t array) {
     return (bytes_of(u, array) + BLOCK_BYTES - 1) / BLOCK_BYTES;
@@ -55,8 +33,9 @@ static void add_squares(const update_part *part) {
         const uint64_t ends = begins + blocks_of(u, i);
         for (uint64_t b = MAX(begins, part->first); b < MIN(ends, part->end); b++) {
             uint64_t from = (b - begins) * per_block, n = MIN(u->counts[i] - from, per_block);
-            const char *at = (const char *)address(u, GRADIENT, i) + from * bytes;
-            part->out[b] = kernels[dtype](summed_gradients(part, at, dtype, n), n);
+            const void *at = summed_gradients(part, i, from, n, u->counts[i]);
+            if (at == NULL) return;
+            part->out[b] = kernels[dtype](at, n);
         }
         begins = ends;
     }

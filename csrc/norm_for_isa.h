@@ -1,4 +1,4 @@
-/* Included by norm.c once per instruction set, with ISA_NAME(name) and ISA_TARGET defined. */
+/* Included once per instruction set (for_each_isa.h): the loops of norm.c. */
 
 #define LANES 8
 #define SQUARES(name, T, LOAD)                                                                     \

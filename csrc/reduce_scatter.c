@@ -1,5 +1,6 @@
 /* Reduce-scatter: a slot is cut into one part per rank; after a phase, each rank reduces its own
- * part, in order of rank. One phase a round of parts; every byte is copied once and read once.
+ * part, in order of rank. One phase a round of parts; every byte that another rank needs is copied
+ * once, and every byte is read once. The output may be this rank's own input.
  */
 #include "internal.h"
 
@@ -21,7 +22,7 @@ int run_reduce_scatter(op_context *ctx) {
         unsigned char *parts = slot_of(comm, comm->rank, ctx->slot);
         for (uint32_t r = 0; r < comm->ranks; r++) {
             uint64_t bytes = q->in_counts[r] * element;
-            if (done < bytes)
+            if (r != comm->rank && done < bytes)
                 memcpy(parts + r * part, (const char *)q->inputs[r] + done,
                        MIN(bytes - done, part));
         }
@@ -32,6 +33,7 @@ int run_reduce_scatter(op_context *ctx) {
         const void *inputs[PLC_MAX_RANKS];
         for (uint32_t r = 0; r < comm->ranks; r++)
             inputs[r] = slot_of(comm, r, ctx->slot) + comm->rank * part;
+        inputs[comm->rank] = (const char *)q->inputs[comm->rank] + done;
         reduce_block((char *)q->output + done, inputs, comm->ranks,
                      MIN(mine - done, part) / element, q->dtype, q->op, q->factor);
     }

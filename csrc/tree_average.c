@@ -24,30 +24,10 @@ typedef struct {
     void (*divide)(void *out, const void *from, uint64_t count, uint64_t divisor);
 } tree_kernels;
 
-#define ISA_NAME(name) name##_portable
-#define ISA_TARGET
-#include "tree_average_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
+#define KERNELS "tree_average_for_isa.h"
+#include "for_each_isa.h"
 
-#if defined(__x86_64__)
-#define ISA_NAME(name) name##_avx2
-#define ISA_TARGET __attribute__((target("avx2")))
-#include "tree_average_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-#define ISA_NAME(name) name##_avx512
-#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#include "tree_average_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-/* By instruction set, as `choose_instruction_set` numbers them. */
-static const tree_kernels *const tables[] = {kernels_avx512, kernels_avx2, kernels_portable};
-#else
-static const tree_kernels *const tables[] = {kernels_portable};
-#endif
+static const tree_kernels *const tables[] = BY_INSTRUCTION_SET(kernels);
 
 typedef struct {
     pipeline base; /* first: the steps are given this */

@@ -1,4 +1,4 @@
-/* Included by tree_average.c once per instruction set, with ISA_NAME(name) and ISA_TARGET. */
+/* Included once per instruction set (for_each_isa.h): the loops of tree_average.c. */
 
 /* Of two NaN the right one's bits remain, as in torch's own sums: the compiler may exchange the
  * operands of a plain addition. */

@@ -4,14 +4,15 @@
  * each array beginning a new one; a part of an update, and a thread's part of that, is a range of
  * lines. An element's result depends on nothing but its own numbers, and no multiply-add is fused
  * (see the build flags), so neither the cut nor the instruction set shows in the bits.
+ *
+ * Where several processes make one update, what is written goes through a journal (journal.h).
  */
-#include "update.h" /* first: it asks for the GNU declarations */
+#include "journal.h" /* first: it asks for the GNU declarations */
 
 #include <math.h>
 
 #include "numbers.h"
 
-#define LINE_BYTES 64
 /* Elements updated before the next ones are unscaled: what is written twice stays in cache. */
 #define UNSCALED_AT_ONCE 4096
 
@@ -24,34 +25,14 @@ typedef struct {
     double weight, beta2, rest2, correction; /* PLC_ADAM */
 } numbers;
 
-typedef void (*update_kernel)(const numbers *k, void *const *at, uint64_t count);
+/* `at`: each row of the elements. What is written goes through the slot, unless that is NULL. */
+typedef void (*update_kernel)(const numbers *k, void *const *at, journal_slot *slot,
+                              uint64_t count);
 
-#define ISA_NAME(name) name##_portable
-#define ISA_TARGET
-#include "update_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
+#define KERNELS "update_for_isa.h"
+#include "for_each_isa.h"
 
-#if defined(__x86_64__)
-#define ISA_NAME(name) name##_avx2
-#define ISA_TARGET __attribute__((target("avx2")))
-#include "update_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-
-#define ISA_NAME(name) name##_avx512
-#define ISA_TARGET __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl")))
-#include "update_for_isa.h"
-#undef ISA_NAME
-#undef ISA_TARGET
-#endif
-
-/* By instruction set, as `choose_instruction_set` numbers them. */
-#if defined(__x86_64__)
-static const update_kernel *const tables[] = {table_avx512, table_avx2, table_portable};
-#else
-static const update_kernel *const tables[] = {table_portable};
-#endif
+static const update_kernel *const tables[] = BY_INSTRUCTION_SET(table);
 
 /* base ** exponent for whole exponents, by squaring: the C library's `pow` may have other last bits
  * on another machine. */
@@ -120,13 +101,10 @@ static void update_elements(const update_part *part, uint32_t array, const numbe
         uint64_t count = MIN(most, to - i);
         for (uint32_t row = 0; row < STEP; row++)
             at[row] = base[row] == NULL ? NULL : (char *)base[row] + i * bytes;
-        at[GRADIENT] = (void *)summed_gradients(part, at[GRADIENT], dtype, count);
-        kernels[dtype](k, at, count);
+        at[GRADIENT] = (void *)summed_gradients(part, array, i, count, to);
+        if (at[GRADIENT] == NULL) return; /* the step ends here */
+        kernels[dtype](k, at, part->slot, count);
     }
-}
-
-static uint64_t lines_of(const plc_update *u, uint32_t array) {
-    return (bytes_of(u, array) + LINE_BYTES - 1) / LINE_BYTES;
 }
 
 static void update_lines(const update_part *part) {
@@ -166,7 +144,8 @@ int plc_update_with(const char *name, const plc_update *u) {
     if (set < 0 || !is_valid_update(u)) return PLC_INVALID;
     uint64_t lines = 0;
     for (uint32_t i = 0; i < u->arrays; i++) lines += lines_of(u, i);
-    update_part pass = {.update = u, .run = update_lines, .kernels = tables[set]};
+    update_part pass = {
+        .update = u, .run = update_lines, .kernels = tables[set], .journal = u->journal};
     int status = run_part(&pass, lines);
     for (uint32_t i = 0; status == PLC_OK && i < u->arrays; i++) count_step(u, i);
     return status;

@@ -8,12 +8,15 @@
  * Threads live for one call: a step of an optimizer is long where they pay, nothing has to be kept
  * between calls, and a fork finds nothing of them.
  */
-#include "update.h"
+#include "journal.h"
 
 #include <signal.h>
 #include <stdlib.h>
 
 #define MAX_THREADS 256u
+/* Read of other ranks' own memory at once, of all of them together: one system call takes as long
+ * as it takes to copy some kilobytes, and this much stays in a second-level cache. */
+#define READ_BYTES (256u * 1024)
 
 static bool is_uniform(const plc_update *u, double *factor) {
     *factor = 0;
@@ -23,14 +26,54 @@ static bool is_uniform(const plc_update *u, double *factor) {
     return true;
 }
 
-const void *summed_gradients(const update_part *part, const void *gradients, uint32_t dtype,
-                             uint64_t count) {
+/* Where rank `r` of the sum has this array in its own memory; 0: it is mapped here. */
+static uint64_t private_address(const plc_update *u, uint32_t r, uint32_t array) {
+    if (u->comm == NULL || u->members[r] == u->comm->rank) return 0;
+    return u->private_addresses[u->members[r] * u->private_stride + array];
+}
+
+/* Read bytes from..end of an array, as many as there is room for, of every rank that has them in
+ * its own memory. */
+static int read_gradients(const update_part *part, uint32_t array, uint64_t from, uint64_t end) {
     const plc_update *u = part->update;
-    if (u->ranks == 0) return gradients;
+    gradient_reads *reads = part->reads;
+    if (reads->status != PLC_OK) return reads->status;
+    if (reads->array == array && from >= reads->begin && from < reads->end) return PLC_OK;
+    reads->array = array;
+    reads->begin = from;
+    reads->end = MIN(from + reads->room, end);
+    for (uint32_t r = 0; r < u->ranks && reads->status == PLC_OK; r++) {
+        uint64_t at = private_address(u, r, array);
+        if (at != 0)
+            reads->status = direct_read(u->comm, u->members[r], reads->bytes + r * reads->room,
+                                        at + from, reads->end - from);
+    }
+    return reads->status;
+}
+
+/* Where the gradients of every rank are, from byte `from` of an array on. */
+static void find_gradients(const update_part *part, uint32_t array, uint64_t from,
+                           const void **inputs) {
+    const plc_update *u = part->update;
+    const gradient_reads *reads = part->reads;
+    const char *own = (const char *)address(u, GRADIENT, array) + from;
+    for (uint32_t r = 0; r < u->ranks; r++) {
+        if (private_address(u, r, array) == 0) inputs[r] = own + u->distances[r];
+        else inputs[r] = reads->bytes + r * reads->room + (from - reads->begin);
+    }
+}
+
+const void *summed_gradients(const update_part *part, uint32_t array, uint64_t first,
+                             uint64_t count, uint64_t end) {
+    const plc_update *u = part->update;
+    const uint32_t dtype = dtype_of(u, array);
+    const uint64_t bytes = plc_element_bytes(dtype), from = first * bytes;
+    if (u->ranks == 0) return (const char *)address(u, GRADIENT, array) + from;
     const void *inputs[PLC_MAX_RANKS];
     double factor;
-    for (uint32_t r = 0; r < u->ranks; r++)
-        inputs[r] = (const char *)gradients + u->distances[r];
+    if (part->reads != NULL && read_gradients(part, array, from, end * bytes) != PLC_OK)
+        return NULL;
+    find_gradients(part, array, from, inputs);
     if (is_uniform(u, &factor)) {
         reduce_block(part->block, inputs, u->ranks, count, dtype, PLC_PREMUL_SUM, factor);
         return part->block;
@@ -49,6 +92,12 @@ static uint64_t block_bytes(const plc_update *u) {
     double factor;
     if (u->ranks == 0) return 0;
     return BLOCK_BYTES * (is_uniform(u, &factor) ? 1 : 1 + (uint64_t)u->ranks);
+}
+
+/* Of what is read of each rank's own memory. */
+static uint64_t read_room(const plc_update *u) {
+    if (u->comm == NULL || u->ranks < 2) return 0;
+    return MAX(READ_BYTES / (u->ranks - 1) / BLOCK_BYTES, 1u) * BLOCK_BYTES;
 }
 
 static void *run_thread(void *argument) {
@@ -73,19 +122,35 @@ static void run_in_threads(update_part *parts, uint32_t threads) {
 
 int run_part(const update_part *pass, uint64_t units) {
     const plc_update *u = pass->update;
-    const uint32_t threads = MAX(1u, MIN(u->threads, MAX_THREADS));
+    rank_journal *journal = pass->journal;
+    const uint32_t most = journal == NULL ? MAX_THREADS : PLC_JOURNAL_SLOTS;
+    const uint32_t threads = MAX(1u, MIN(u->threads, most));
     const uint64_t first = units * u->part / u->parts, end = units * (u->part + 1) / u->parts;
-    const uint64_t room = block_bytes(u);
+    const uint64_t sums = block_bytes(u), reads = read_room(u), room = sums + reads * u->ranks;
     unsigned char *blocks = room == 0 ? NULL : aligned_alloc(CACHE_LINE, room * threads);
     if (room > 0 && blocks == NULL) return PLC_SYSTEM;
+    if (u->comm != NULL && !comm_enter(u->comm)) {
+        free(blocks);
+        return PLC_ABORTED;
+    }
     update_part parts[MAX_THREADS];
+    gradient_reads read[MAX_THREADS];
     for (uint32_t t = 0; t < threads; t++) {
         parts[t] = *pass;
         parts[t].first = first + (end - first) * t / threads;
         parts[t].end = first + (end - first) * (t + 1) / threads;
         parts[t].block = blocks == NULL ? NULL : blocks + room * t;
+        parts[t].slot = journal == NULL ? NULL : &journal->slots[t];
+        parts[t].reads = reads == 0 ? NULL : &read[t];
+        read[t] = (gradient_reads){.room = reads, .bytes = parts[t].block + sums};
     }
+    if (journal != NULL) begin_update(journal, parts, threads);
     run_in_threads(parts, threads);
+    int status = PLC_OK;
+    for (uint32_t t = 0; t < threads && status == PLC_OK; t++) status = read[t].status;
+    /* Otherwise the slots go on to say how far it came. */
+    if (journal != NULL && status == PLC_OK) end_update(journal);
     free(blocks);
-    return PLC_OK;
+    if (u->comm != NULL) comm_exit(u->comm);
+    return status;
 }

@@ -90,6 +90,11 @@ bool rank_is_gone(const plc_comm *comm, uint32_t rank, bool *left) {
     return poll(&p, 1, 0) == 1 && (p.revents & POLLIN);
 }
 
+int plc_comm_is_gone(const plc_comm *comm, uint32_t rank) {
+    bool left;
+    return rank < comm->ranks && rank_is_gone(comm, rank, &left);
+}
+
 static uint64_t pack(uint32_t status, int32_t rank) {
     return ((uint64_t)status << 32) | (uint32_t)rank;
 }

@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 10
+#define PLC_ABI_VERSION 11
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -138,6 +138,10 @@ PLC_API int plc_reduce_with(const char *instruction_set, void *out, const void *
 /* As above with an average over `divisor` contributions (PLC_AVG); for sums that continue
  * elsewhere. */
 PLC_API int plc_scale_local(void *data, uint64_t count, uint32_t dtype, uint64_t divisor);
+/* float32 rounded to bfloat16, and the float32 sum of such arrays, in that order; at least two. */
+PLC_API void plc_round_to_bf16(uint16_t *out, const float *values, uint64_t count);
+PLC_API int plc_sum_of_bf16(float *out, const uint16_t *const *inputs, uint32_t ranks,
+                            uint64_t count);
 /* A digest of bytes, the same on every machine of one byte order. */
 PLC_API uint64_t plc_digest(const void *data, uint64_t bytes, uint64_t seed);
 
@@ -155,12 +159,15 @@ PLC_API int plc_comm_join(int fd, void *mapping, uint32_t rank, uint32_t ranks,
                           plc_comm **out);
 /* Called by all ranks once all have joined: find out whether all may read each other's memory. */
 PLC_API int plc_comm_probe_direct_reads(plc_comm *comm, int allow_direct);
+PLC_API int plc_comm_reads_directly(const plc_comm *comm); /* what came of it */
 /* Leave the group: peers see it, waits of this rank's other threads end with PLC_ABORTED, as do
  * later calls. Memory and threads are released; the handle itself stays valid until plc_comm_free,
  * which the last user calls. In a forked child neither touches what belongs to the parent. */
 PLC_API void plc_comm_leave(plc_comm *comm);
 PLC_API void plc_comm_free(plc_comm *comm);
 PLC_API int plc_comm_abort(plc_comm *comm);
+/* Whether a rank can do nothing here any more: its process ended, with all threads, or it left. */
+PLC_API int plc_comm_is_gone(const plc_comm *comm, uint32_t rank);
 PLC_API void plc_comm_failure(plc_comm *comm, plc_failure *out);
 PLC_API void plc_comm_calls(plc_comm *comm, plc_call *out); /* each rank's, in the last mismatch */
 PLC_API uint64_t plc_comm_sequence(plc_comm *comm);
@@ -302,10 +309,20 @@ typedef struct {
     uint32_t ranks;
     const int64_t *distances;
     const double *weights;
+    /* Those that are not mapped here are read from their rank's own memory. The gradient of array i
+     * that is `r` in the order above is at private_addresses[members[r] * private_stride + i] of
+     * rank members[r] of `comm`; 0: it is mapped. `comm` is NULL if all are. */
+    plc_comm *comm;
+    const uint32_t *members;
+    const uint64_t *private_addresses;
+    uint64_t private_stride;
+    void *journal; /* this rank's, if others make parts of the update as well; or NULL */
 } plc_update;
 /* Update the parameters and the state, and count the step. Parts end at multiples of 64 bytes from
  * an array's begin; whoever makes one counts the step for itself. The bits depend neither on parts
- * nor on threads. PLC_INVALID, and nothing is written, for other types than floats. */
+ * nor on threads. PLC_INVALID, and nothing is written, for other types than floats. A rank whose
+ * gradients can no longer be read ends the call with the status of that failure; every element is
+ * then as before the step, or as after it. */
 PLC_API int plc_update_arrays(const plc_update *update);
 /* The same with the instructions of one set by name, to compare them. */
 PLC_API int plc_update_with(const char *instruction_set, const plc_update *update);
@@ -318,6 +335,26 @@ PLC_API uint64_t plc_norm_blocks(const plc_update *update);
 PLC_API int plc_square_sums(const plc_update *update, double *sums);
 PLC_API int plc_square_sums_with(const char *instruction_set, const plc_update *update,
                                  double *sums);
+
+/* --- journals: what is known of an update whose process was killed
+ * ------------------------------ */
+#define PLC_JOURNAL_SLOTS 16u /* threads that an update with a journal can use */
+PLC_API uint64_t plc_journal_bytes(void); /* of shared memory for each rank, zero at first */
+/* A step begins, of as many updates as there are calls until the next; numbers of steps are not 0.
+ * The rank will make no more of this step. */
+PLC_API void plc_journal_begin(void *journal, uint64_t step);
+PLC_API void plc_journal_end(void *journal);
+/* For what is not an update of this core: so many are begun and made. */
+PLC_API void plc_journal_note(void *journal, uint64_t begun, uint64_t made);
+typedef struct {
+    uint64_t step, begun, made; /* made: updates that are complete; begun: this one or one more */
+    uint64_t ended;
+    uint64_t lines[PLC_JOURNAL_SLOTS][2]; /* of the update begun last, from and to: made */
+} plc_journal_state;
+PLC_API void plc_journal_read(const void *journal, plc_journal_state *out);
+/* Finish the block that a process was writing when it ended; `update` is the one that it had begun,
+ * as this process would make it. May be called by several processes. */
+PLC_API void plc_journal_repair(const plc_update *update, void *journal);
 
 /* --- meetings: some ranks of a communicator wait for each other
  * ------------------------------ */

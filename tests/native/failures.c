@@ -114,8 +114,11 @@ static void mismatch_then_more(rank_thread *self) {
 void mismatch_submitted(uint64_t seed) { in_new_world(2, 10000, mismatch_then_more, seed); }
 
 /* --- abort ------------------------------------------------------------------------------------ */
+static _Atomic uint32_t waiting; /* ranks whose call has begun */
+
 static void *abort_soon(void *argument) {
     rank_thread *self = argument;
+    while (atomic_load(&waiting) < self->ranks - 1) nap_ns(MS);
     nap_ns(20 * MS);
     plc_comm_abort(self->comm);
     return NULL;
@@ -134,19 +137,25 @@ static void aborted_in(rank_thread *self, int what) {
              .timeout_ns = -1};
         plc_arena *arena = NULL;
         switch (what) {
-        case 0: CHECK_STATUS(PLC_ABORTED, plc_run(self->comm, &q)); break;
+        case 0:
+            atomic_fetch_add(&waiting, 1);
+            CHECK_STATUS(PLC_ABORTED, plc_run(self->comm, &q));
+            break;
         case 1:
             CHECK_STATUS(PLC_OK, plc_submit(self->comm, &q));
+            atomic_fetch_add(&waiting, 1);
             CHECK_STATUS(PLC_ABORTED, plc_request_wait(self->comm, &q, -1));
             break;
         case 2:
             CHECK_STATUS(PLC_OK, plc_receive(self->comm, &m));
+            atomic_fetch_add(&waiting, 1);
             CHECK_STATUS(PLC_ABORTED, plc_message_wait(self->comm, &m, -1));
             break;
         default:
             CHECK_STATUS(PLC_OK, plc_arena_open(self->comm, -1, self->in->shared, 4096, 1, &arena));
             CHECK_STATUS(PLC_OK, plc_bucket_define(arena, 0, 0, 10, PLC_F32, PLC_SUM));
             CHECK_STATUS(PLC_OK, plc_bucket_ready(arena, 0));
+            atomic_fetch_add(&waiting, 1);
             CHECK_STATUS(PLC_ABORTED, plc_bucket_finish(arena, 0, -1));
             plc_arena_close(arena);
         }
@@ -176,7 +185,10 @@ static void in_world_with_arena(uint32_t ranks, int64_t timeout_ms, rank_fn fn, 
 void abort_by_thread(uint64_t seed) {
     const rank_fn ways[] =
         {aborted_in_run, aborted_in_submit, aborted_in_message, aborted_in_bucket};
-    for (int i = 0; i < 4; i++) in_world_with_arena(3, 30000, ways[i], seed);
+    for (int i = 0; i < 4; i++) {
+        atomic_store(&waiting, 0);
+        in_world_with_arena(3, 30000, ways[i], seed);
+    }
 }
 
 /* Somewhere in the blocks of a long message, which have no phases of their own. */

@@ -18,6 +18,7 @@ static const scenario scenarios[] = {
     SCENARIO(external_buckets),
     SCENARIO(tree_averages),
     SCENARIO(two_groups),
+    SCENARIO(digests),
     SCENARIO(updates),
     SCENARIO(sums),
     SCENARIO(meetings),

@@ -17,6 +17,9 @@ void external_buckets(uint64_t seed);
 void tree_averages(uint64_t seed);
 void two_groups(uint64_t seed);
 
+/* digests.c: prints a line for each kernel */
+void digests(uint64_t seed);
+
 /* updates.c */
 void updates(uint64_t seed);
 void sums(uint64_t seed);

@@ -67,6 +67,16 @@ static void compare(const arrays *one, const arrays *other) {
         }
 }
 
+static void check_journal(const plc_update *u, void *journal, uint64_t updates_made) {
+    plc_journal_state state;
+    plc_journal_end(journal);
+    plc_journal_repair(u, journal);
+    plc_journal_read(journal, &state);
+    CHECK(state.step == 7 && state.ended == 1, "step %lu", (unsigned long)state.step);
+    CHECK(state.begun == updates_made && state.made == updates_made, "%lu begun, %lu made",
+          (unsigned long)state.begun, (unsigned long)state.made);
+}
+
 void updates(uint64_t seed) {
     for (uint32_t rule = 0; rule < PLC_RULES; rule++)
         for (uint32_t options = 0; options < 16; options++) {
@@ -77,6 +87,12 @@ void updates(uint64_t seed) {
             u = update_of(cut, rule, options);
             u.parts = 1 + (uint32_t)(numbers % 5);
             u.threads = 1 + (uint32_t)(numbers % 4);
+            /* Every second one goes through a journal. */
+            void *journal = aligned_alloc(64, ALIGN_UP(plc_journal_bytes(), 64));
+            CHECK(journal != NULL, "no memory");
+            memset(journal, 0, plc_journal_bytes());
+            plc_journal_begin(journal, 7);
+            if (numbers & 1) u.journal = journal;
             for (u.part = 0; u.part < u.parts; u.part++) {
                 /* Who makes a part counts the step for itself: here one counter is for all. */
                 for (uint32_t i = 0; u.part > 0 && i < ARRAYS; i++) {
@@ -87,6 +103,9 @@ void updates(uint64_t seed) {
                 CHECK_STATUS(PLC_OK, plc_update_arrays(&u));
             }
             compare(whole, cut);
+            check_journal(&u, journal, numbers & 1 ? u.parts : 0);
+            compare(whole, cut); /* there was nothing to repair */
+            free(journal);
             free_arrays(whole);
             free_arrays(cut);
         }

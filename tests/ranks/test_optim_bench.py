@@ -19,9 +19,13 @@ def test_every_way_of_training_is_measured(tmp_path):
         assert job.left_after(2.0) == []
     assert "paceline.optim, shared" in job.stdout
     assert "one pass" in job.stdout
-    measured = json.loads(figures.read_text())["step_us"]["mlp-64"]
+    written = json.loads(figures.read_text())
+    measured = written["step_us"]["mlp-64"]
     assert set(measured) == {"AdamW", "SGD"}
-    assert all(len(times) == 6 and min(times.values()) > 0 for times in measured.values())
+    assert all(len(times) == 7 and min(times.values()) > 0 for times in measured.values())
+    alone = written["one_process_us"]["mlp-64"]
+    assert set(alone) == {"torch, default", "torch, fused", "paceline.optim"}
+    assert min(alone.values()) > 0
 
 
 def test_unknown_models_are_named():

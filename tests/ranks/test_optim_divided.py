@@ -28,9 +28,10 @@ OPTIMIZERS = {
 
 
 def net(width=37):
-    """Small, and divided all the same, in several portions."""
+    """Small, and divided all the same, in several portions; the longest piece is broadcast."""
     shared_step._WORTH_SHARING_BYTES = 0
     divided_step._BUFFER_BYTES = 256
+    divided_step._LONG_PIECE_BYTES = 300
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(5, width), torch.nn.Tanh(), torch.nn.Linear(width, 3)
@@ -117,6 +118,70 @@ def test_three_ranks():
         assert_same(results[0], result)
 
 
+# --- clipping -------------------------------------------------------------------------------------
+def clipped(rank, world, way):
+    """As `clip_grad_norm_`, with a parameter that every rank steps for itself."""
+    init_group("gloo")
+    results = []
+    for shared in (False, True):
+        model = wrapped()
+        alone = torch.nn.Parameter(torch.ones(4))
+        parameters = [*model.parameters(), alone]
+        own = {"shared": True, "max_norm": 0.05} if shared else {"shared": False}
+        optimizer = OPTIMIZERS["AdamW"](parameters, **own)
+
+        def steps(count, start=0, *, model=model, alone=alone, optimizer=optimizer, own=own):
+            for step in range(start, start + count):
+                optimizer.zero_grad()
+                model(batch(rank, step)).square().mean().backward()
+                alone.grad = torch.ones(4) / 100
+                if "max_norm" not in own:
+                    torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.05)
+                optimizer.step()
+
+        if way == "join":
+            with model.join():
+                steps(4 if rank == 0 else 2)
+        elif way == "scaled":
+            optimizer.grad_scale, optimizer.found_inf = torch.tensor(1.0), torch.tensor(0.0)
+            steps(4)
+        else:
+            steps(4)
+        assert optimizer.is_divided == shared
+        results.append(bits(model.parameters()))
+    for plain, together in zip(*results, strict=True):
+        assert torch.allclose(plain, together, rtol=0, atol=1e-6)
+    unclipped = wrapped()
+    train(unclipped, OPTIMIZERS["AdamW"](unclipped.parameters(), shared=False), rank, 4)
+    assert not torch.allclose(next(unclipped.parameters()), results[1][0], rtol=0, atol=1e-4)
+    return results[1]
+
+
+@pytest.mark.parametrize("way", ["plain", "scaled", "join"])
+def test_gradients_are_clipped_together(way):
+    results = run_ranks(3 if way == "plain" else 2, clipped, way)
+    for result in results[1:]:
+        assert_same(results[0], result)
+
+
+def norms_that_differ(rank, world):
+    init_group("gloo")
+    model = wrapped()
+    alone = torch.nn.Parameter(torch.ones(4))
+    optimizer = OPTIMIZERS["AdamW"]([*model.parameters(), alone], shared=True, max_norm=0.1)
+    before = bits(model.parameters())
+    model(batch(rank, 0)).square().mean().backward()
+    alone.grad = torch.full((4,), 1.0 + rank)
+    with pytest.raises(paceline.MismatchError, match="optimizer of their own"):
+        optimizer.step()
+    assert_same(before, bits(model.parameters()))
+
+
+def test_norms_that_differ_are_refused_before_anything_is_changed():
+    run_ranks(2, norms_that_differ)
+
+
+# --- several hosts --------------------------------------------------------------------------------
 @pytest.mark.netns
 def test_several_hosts():
     def on_host(rank, world, hosts):

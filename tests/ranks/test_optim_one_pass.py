@@ -12,6 +12,7 @@ import logging
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 import paceline
 from paceline.optim import shared_step
@@ -83,9 +84,8 @@ def train_both_ways(rank, world, name, dtype, max_norm):
         model = paceline.DistributedDataParallel(Net(dtype), check_replicas_every=1)
         optimizer = OPTIMIZERS[name](model.parameters(), max_norm=max_norm, **way)
         train(model, optimizer, rank, 5)
-        results.append(
-            [*bits(model), *(s["step"] for s in optimizer.state.values() if "step" in s)]
-        )
+        states = optimizer.state_dict()["state"].values()
+        results.append([*bits(model), *(s["step"] for s in states if "step" in s)])
         assert sums_in_step(optimizer) == bool(way)
     assert_same(results)
     return results[1]
@@ -410,16 +410,18 @@ def test_what_grad_holds_is_said_once():
     run_ranks(2, said_once)
 
 
-def without_shared_memory(rank, world):
-    init_group("gloo")
+def through_a_hook(rank, world, backend):
+    init_group(backend)
     model = paceline.DistributedDataParallel(Net())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
     optimizer = OPTIMIZERS["AdamW"](model.parameters(), one_pass=True)
     with pytest.raises(paceline.ConfigError, match="one_pass=True"):
         train(model, optimizer, rank, 1)
 
 
-def test_a_group_without_shared_memory_is_refused():
-    run_ranks(2, without_shared_memory)
+@pytest.mark.parametrize("backend", ["gloo", "paceline"])
+def test_gradients_of_communication_hooks_are_refused(backend):
+    run_ranks(2, through_a_hook, backend)
 
 
 # --- GradScaler -----------------------------------------------------------------------------------

@@ -287,6 +287,20 @@ class Reset(Run):
             self.module[2].reset_parameters()
 
 
+class Resized(Run):
+    """More classes than before, and state of that size."""
+
+    def between(self, step):
+        if step != 1:
+            return
+        layer = self.module[2]
+        for parameter in (layer.weight, layer.bias):
+            parameter.data = torch.cat([parameter.data, parameter.data[:1] / 2])
+            parameter.grad = None
+            del self.optimizer.state[parameter]
+        layer.out_features += 1
+
+
 class WithoutAverage(Run):
     """Local steps, and the mean of the replicas at the end."""
 
@@ -377,6 +391,7 @@ REPLACES = [
     Forked,
     Perturbed,
     SecondOptimizer,
+    Resized,
     WithoutAverage,
     SteppedTwice,
 ]

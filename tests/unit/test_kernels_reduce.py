@@ -342,3 +342,22 @@ def test_scaling_divides_as_an_average_does(data, divisor):
         expected = array / np.float32(divisor)
     abi.library().plc_scale_local(array.ctypes.data, array.size, 10, divisor)
     assert same_bits(array, expected)
+
+
+@settings(max_examples=30)
+@given(data=st.data())
+def test_float32_travels_as_bfloat16_as_torch_rounds_and_adds_it(data):
+    arrays = data.draw(random_bits("float32").filter(lambda drawn: len(drawn) > 1))
+    rounded = [torch.from_numpy(array).bfloat16() for array in arrays]
+    found = [torch.empty_like(tensor) for tensor in rounded]
+    core, count = abi.library(), len(arrays[0])
+    for array, out in zip(arrays, found, strict=True):
+        core.plc_round_to_bf16(out.data_ptr(), array.ctypes.data, count)
+    for out, wanted in zip(found, rounded, strict=True):
+        assert torch.equal(out.isnan(), wanted.isnan())
+        assert torch.equal(out.nan_to_num(0.0), wanted.nan_to_num(0.0))
+    total = torch.empty(count)
+    pointers = (C.c_void_p * len(found))(*[tensor.data_ptr() for tensor in found])
+    assert core.plc_sum_of_bf16(total.data_ptr(), pointers, len(found), count) == Status.OK
+    expected = functools.reduce(operator.add, [tensor.float() for tensor in rounded])
+    torch.testing.assert_close(total, expected, rtol=0, atol=0, equal_nan=True)

@@ -18,6 +18,7 @@ import paceline.optim
 from paceline.core import abi
 from paceline.core.abi import Status
 from paceline.core.dtypes import DTYPE_NAMES
+from paceline.core.journal import Journal, journal_bytes
 from paceline.core.update import KindFlag, Option, Rule
 
 FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
@@ -74,18 +75,32 @@ class Case:
         )
         return update, (addresses, counts, kinds)
 
-    def run(self, name: bytes | None = None, gradients=None, parts: int = 1, **changes):
+    def run(
+        self,
+        name: bytes | None = None,
+        gradients=None,
+        parts: int = 1,
+        *,
+        journal: bool = False,
+        **changes,
+    ):
         """All arrays after the update, made in so many parts; `gradients` elsewhere than here."""
         rows = [[tensor.clone() for tensor in row] for row in self.rows]
         if gradients is not None:
             rows[1] = gradients
         update, _keep = self.update(rows, **{"threads": 1, **changes}, parts=parts)
+        memory = torch.zeros(journal_bytes(), dtype=torch.uint8)
+        if journal:
+            update.journal = memory.data_ptr()
         for part in range(parts):
             update.part = part
             if part:  # each part counts the step, as each rank does for itself
                 for tensor in rows[-1]:
                     tensor.sub_(1)
             assert abi.library().plc_update_with(name, C.byref(update)) == Status.OK
+        if journal:
+            progress = Journal(memory.data_ptr()).read()
+            assert (progress.begun, progress.made) == (parts, parts)
         return rows
 
     def square_sums(self, name: bytes | None = None, parts: int = 1, threads: int = 1, **changes):
@@ -133,6 +148,10 @@ def test_bits_depend_on_nothing_but_the_numbers(
     assert instruction_sets()
     for name in instruction_sets():
         assert same_bits(case.run(name, grad_scale=grad_scale), expected), name
+        journaled = case.run(
+            name, None, parts, journal=True, threads=threads, grad_scale=grad_scale
+        )
+        assert same_bits(journaled, expected), name
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis
 import hypothesis.strategies as st
 
-from paceline.optim.part_plan import plan_parts, plan_portions
+from paceline.optim.part_plan import plan_parts, plan_portions, without_long_pieces
 
 
 @hypothesis.given(
@@ -42,6 +42,26 @@ def test_every_element_is_in_one_piece_of_one_portion(counts, element_bytes, ran
                     taken[place] = True
                     sent[piece.array][element] += 1
     assert all(times == 1 for array in sent for times in array)
+
+
+@hypothesis.given(
+    counts=st.lists(st.integers(1, 300), min_size=1, max_size=8),
+    ranks=st.integers(1, 5),
+    shortest=st.integers(1, 200),
+)
+def test_long_pieces_leave_the_others_without_gaps(counts, ranks, shortest):
+    parts = plan_parts(counts, 4, ranks)
+    long, rest = without_long_pieces(parts, shortest)
+    ranges = [(rank, p.array, p.begin, p.end) for rank, part in enumerate(parts) for p in part]
+    kept = [(rank, p) for rank, part in enumerate(rest) for p in part]
+    assert sorted((r, p.array, p.begin, p.end) for r, p in [*long, *kept]) == sorted(ranges)
+    assert all(piece.end - piece.begin >= shortest for _, piece in long)
+    for part in rest:
+        at = 0
+        for piece in part:
+            assert piece.end - piece.begin < shortest
+            assert piece.place().start == at
+            at = piece.place().stop
 
 
 def test_parts_are_even_to_a_line():

@@ -1,7 +1,9 @@
 """`paceline bench optim`: whole training steps - forward, backward, exchange, optimizer - with
-torch's optimizers and with ours, interleaved in one run; and the memory of all ranks together.
+torch's optimizers and with ours, interleaved in one run; an optimizer's step alone, in one process;
+and the memory of all ranks together.
 
-The time of a way is the mean step of its best round, on the slowest rank.
+The time of a way is the mean step of its best round, on the slowest rank. Forward and backward
+alone, on ranks that exchange nothing, are one of the ways: no optimizer can be faster.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.bench_tools import (
@@ -34,8 +36,10 @@ _SETTINGS: dict[str, dict[str, Any]] = {
     "AdamW": {"lr": 1e-4},
     "SGD": {"lr": 1e-4, "momentum": 0.9},
 }
+_ALONE = "forward and backward alone"
 # Way -> (whose DistributedDataParallel, whose optimizer, what it is told besides).
 _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    _ALONE: ("nobody", "nobody", {}),
     "torch, default": ("torch", "torch", {}),
     "torch, fused": ("torch", "torch", {"fused": True}),
     "paceline + torch fused": ("paceline", "torch", {"fused": True}),
@@ -45,6 +49,16 @@ _WAYS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 _LARGE_MODEL = "mlp-17m"  # larger than caches: its step runs at the speed of memory
 _ONE_PASS = "one pass"
+_OURS = ("paceline.optim", "paceline.optim, shared", _ONE_PASS)
+_MEMORY_WAYS = ("torch, fused", *_OURS)
+_MEMORY_RANKS = (1, 2, 4)
+_ADAMW_ARRAYS = 3  # parameters and two arrays of state
+# Of an optimizer's step in one process: whose, and what it is told.
+_STEPS_ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    "torch, default": ("torch", {}),
+    "torch, fused": ("torch", {"fused": True}),
+    "paceline.optim": ("paceline", {}),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -68,21 +82,20 @@ def run(options: argparse.Namespace) -> int:
         raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
     plt = pyplot() if options.plot else None
     figures = _on_ranks(options.ranks, _measure_all, names, options.rounds)
+    figures["one_process_us"] = _on_ranks(1, _measure_alone, names, options.rounds)
     if _LARGE_MODEL in names:
-        figures["memory_mib"] = {
-            ranks: {way: _on_ranks(ranks, _memory, way) for way in ("torch, fused", *_OURS)}
-            for ranks in (options.ranks, 2 * options.ranks)
-        }
         figures["pass_us"] = _on_ranks(options.ranks, _measure_pass, options.rounds)
+        figures["memory_mib"] = {
+            ranks: {way: _on_ranks(ranks, _memory, way) for way in _MEMORY_WAYS}
+            for ranks in _MEMORY_RANKS
+        }
+        figures["least_memory_mib"] = {ranks: _least_memory_mib(ranks) for ranks in _MEMORY_RANKS}
     _print(figures, options.ranks)
     if options.json:
         write_json(options.json, figures)
     if plt is not None:
         _plot(figures, options.plot, plt)
     return 0
-
-
-_OURS = ("paceline.optim", "paceline.optim, shared", "one pass")
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -134,13 +147,13 @@ def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) 
     import torch
     import torch.distributed as dist
 
-    steps = {way: _make_step(case, optimizer, way, group)[0] for way in _WAYS}
-    for step in steps.values():
+    steps = {way: _make_step(case, optimizer, way, group) for way in _WAYS}
+    for step, _ in steps.values():
         for _ in range(3):
             step()
     best = dict.fromkeys(_WAYS, float("inf"))
     for _ in range(rounds):
-        for way, step in steps.items():
+        for way, (step, _) in steps.items():
             dist.barrier()
             step()  # ranks start together; the first step after a barrier is not timed
             started = time.perf_counter()
@@ -154,45 +167,101 @@ def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) 
 
 def _make_step(
     case: Case, optimizer: str, way: str, group: dist.ProcessGroup
-) -> tuple[Callable[[], None], torch.optim.Optimizer]:
+) -> tuple[Callable[[], None], torch.optim.Optimizer | None]:
     import torch
 
     import paceline
 
     wrapper, maker, besides = _WAYS[way]
     torch.manual_seed(0)
-    model: torch.nn.Module
+    model: torch.nn.Module = case.build()
     if wrapper == "torch":
-        model = torch.nn.parallel.DistributedDataParallel(case.build())
-    else:
-        model = paceline.DistributedDataParallel(case.build(), process_group=group)
-    cls = getattr(torch.optim if maker == "torch" else paceline.optim, optimizer)
-    used = cls(model.parameters(), **_SETTINGS[optimizer], **besides)
+        model = torch.nn.parallel.DistributedDataParallel(model)
+    elif wrapper == "paceline":
+        model = paceline.DistributedDataParallel(model, process_group=group)
+    used = None
+    if maker != "nobody":
+        used = _new_optimizer(maker, optimizer, model.parameters(), besides)
     batch = case.batch()
 
     def step() -> None:
-        used.zero_grad()
+        model.zero_grad()
         model(batch).square().mean().backward()
-        used.step()
+        if used is not None:
+            used.step()
 
     return step, used
 
 
+def _new_optimizer(
+    maker: str, name: str, parameters: Iterable[torch.Tensor], besides: dict[str, Any]
+) -> torch.optim.Optimizer:
+    import torch
+
+    import paceline
+
+    cls = getattr(torch.optim if maker == "torch" else paceline.optim, name)
+    optimizer: torch.optim.Optimizer = cls(parameters, **_SETTINGS[name], **besides)
+    return optimizer
+
+
+def _measure_alone(
+    group: dist.ProcessGroup, names: list[str], rounds: int
+) -> dict[str, dict[str, float]]:
+    """The step of AdamW in one process with one thread, without forward and backward: best of each
+    way, interleaved, in microseconds.
+    """
+    import torch
+
+    del group
+    found = {}
+    for name in names:
+        steps = {}
+        for way, (maker, besides) in _STEPS_ALONE.items():
+            torch.manual_seed(0)
+            parameters = list(cases()[name].build().parameters())
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            steps[way] = _new_optimizer(maker, "AdamW", parameters, besides).step
+        best = dict.fromkeys(steps, float("inf"))
+        for _ in range(2 * rounds):
+            for way, step in steps.items():
+                started = time.perf_counter()
+                step()
+                best[way] = min(best[way], (time.perf_counter() - started) * 1e6)
+        found[name] = best
+    return found
+
+
 def _memory(group: dist.ProcessGroup, way: str) -> float:
     """What training adds to the memory of all ranks together, in MiB: a page of several processes
-    is divided among them.
+    is divided among them. A small model is trained before: code that is imported and libraries that
+    get ready at the first step are not the model's.
     """
     import torch
     import torch.distributed as dist
 
+    def train(model: str) -> object:
+        step, optimizer = _make_step(cases()[model], "AdamW", way, group)
+        for _ in range(4):
+            step()
+        dist.barrier()
+        return step, optimizer
+
+    train("mlp-64")
     before = own_memory_mib("smaps_rollup", "Pss")
-    step, _optimizer = _make_step(cases()[_LARGE_MODEL], "AdamW", way, group)
-    for _ in range(4):
-        step()
     dist.barrier()
+    kept = train(_LARGE_MODEL)
     total = torch.tensor([own_memory_mib("smaps_rollup", "Pss") - before])
     dist.all_reduce(total)
+    del kept
     return float(total)
+
+
+def _least_memory_mib(ranks: int) -> float:
+    """Parameters and state of AdamW once, gradients once for each rank."""
+    parameters = cases()[_LARGE_MODEL].build().parameters()
+    return (_ADAMW_ARRAYS + ranks) * sum(p.nbytes for p in parameters) / 2**20
 
 
 def _measure_pass(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
@@ -203,6 +272,7 @@ def _measure_pass(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
     import torch.distributed as dist
 
     step, optimizer = _make_step(cases()[_LARGE_MODEL], "AdamW", _ONE_PASS, group)
+    assert optimizer is not None
     for _ in range(3):
         step()
     parameters = [p for each in optimizer.param_groups for p in each["params"]]
@@ -233,31 +303,47 @@ def _measure_pass(group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
 
 
 def _print(figures: dict[str, Any], ranks: int) -> None:
-    rows = [
-        (name, optimizer, *(f"{us / 1e3:.3f} ms" for us in times.values()))
+    columns = {
+        f"{name} {optimizer}": times
         for name, measured in figures["step_us"].items()
         for optimizer, times in measured.items()
-    ]
+    }
     print_table(
-        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
-        ("model", "optimizer", *_WAYS),
-        rows,
-        text_columns=("model", "optimizer"),
+        f"one training step in ms, {ranks} ranks x 1 thread, best round, slowest rank",
+        ("way", *columns),
+        [(way, *(f"{times[way] / 1e3:.3f}" for times in columns.values())) for way in _WAYS],
+        text_columns=("way",),
     )
-    for count, memory in figures.get("memory_mib", {}).items():
-        shown = ", ".join(f"{way} {mib:.0f} MiB" for way, mib in memory.items())
-        print(f"memory that training with AdamW adds, all {count} ranks together: {shown}")
+    for name, times in figures["one_process_us"].items():
+        shown = ", ".join(f"{way} {us / 1e3:.3f} ms" for way, us in times.items())
+        print(f"a step of AdamW alone, one process, {name}: {shown}")
     if "pass_us" in figures:
         whole, stream = figures["pass_us"]["pass"], figures["pass_us"]["stream"]
         print(
             f"the step of one pass alone: {whole / 1e3:.3f} ms; the same bytes streamed by {ranks} "
             f"processes: {stream / 1e3:.3f} ms, {stream / whole:.0%}"
         )
+    if "memory_mib" in figures:
+        _print_memory(figures)
+
+
+def _print_memory(figures: dict[str, Any]) -> None:
+    least = figures["least_memory_mib"]
+    print_table(
+        f"memory that training {_LARGE_MODEL} with AdamW adds, all ranks together",
+        ("ranks", *_MEMORY_WAYS, "parameters and state once, gradients of each rank"),
+        [
+            (str(ranks), *(f"{mib:.0f} MiB" for mib in [*memory.values(), least[ranks]]))
+            for ranks, memory in figures["memory_mib"].items()
+        ],
+    )
 
 
 def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:
-    """How many times as fast as torch's default, by model and optimizer."""
-    figure, axes = plt.subplots(figsize=(9, 4))
+    """How many times as fast as torch's default, by model and optimizer; and memory by ranks."""
+    columns = 2 if "memory_mib" in figures else 1
+    figure, panels = plt.subplots(1, columns, figsize=(9 * columns, 4), squeeze=False)
+    axes = panels[0][0]
     labels = [
         f"{name}\n{optimizer}"
         for name, measured in figures["step_us"].items()
@@ -272,5 +358,14 @@ def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:
     axes.set_xticks([index + 0.4 for index in range(len(labels))], labels)
     axes.set_ylabel("times as fast as torch's default")
     axes.legend()
+    for way in _MEMORY_WAYS if columns > 1 else ():
+        memory = figures["memory_mib"]
+        panels[0][1].plot(list(memory), [used[way] for used in memory.values()], "o-", label=way)
+    if columns > 1:
+        least = figures["least_memory_mib"]
+        panels[0][1].plot(list(least), list(least.values()), "k--", label="at least")
+        panels[0][1].set_xlabel("ranks")
+        panels[0][1].set_ylabel("MiB that training adds, all ranks together")
+        panels[0][1].legend()
     figure.tight_layout()
     figure.savefig(path)

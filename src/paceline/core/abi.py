@@ -19,6 +19,7 @@ __all__ = [
     "Config",
     "Failure",
     "Interpreter",
+    "JournalState",
     "Kind",
     "MAX_RANKS",
     "Message",
@@ -34,7 +35,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -168,6 +169,23 @@ class Update(C.Structure):
         ("ranks", C.c_uint32),
         ("distances", C.c_void_p),
         ("weights", C.c_void_p),
+        ("comm", C.c_void_p),
+        ("members", C.c_void_p),
+        ("private_addresses", C.c_void_p),
+        ("private_stride", C.c_uint64),
+        ("journal", C.c_void_p),
+    ]
+
+
+class JournalState(C.Structure):
+    """`plc_journal_state`: how far a rank is in a step."""
+
+    _fields_ = [
+        ("step", C.c_uint64),
+        ("begun", C.c_uint64),
+        ("made", C.c_uint64),
+        ("ended", C.c_uint64),
+        ("lines", C.c_uint64 * 2 * 16),  # PLC_JOURNAL_SLOTS
     ]
 
 
@@ -252,6 +270,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_reduce_local": (_I32, [_PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
     "plc_reduce_with": (_I32, [C.c_char_p, _PTR, _POINTERS, _U32, _U64, _U32, _U32, _DOUBLE]),
     "plc_scale_local": (_I32, [_PTR, _U64, _U32, _U64]),
+    "plc_round_to_bf16": (None, [_PTR, _PTR, _U64]),
+    "plc_sum_of_bf16": (_I32, [_PTR, _POINTERS, _U32, _U64]),
     "plc_digest": (_U64, [_PTR, _U64, _U64]),
     "plc_segment_bytes": (_U64, [_U32, C.POINTER(Config)]),
     "plc_segment_format": (_I32, [_I32, _U32, C.POINTER(Config), _NONCE]),
@@ -269,9 +289,11 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
         ],
     ),
     "plc_comm_probe_direct_reads": (_I32, [_PTR, _I32]),
+    "plc_comm_reads_directly": (_I32, [_PTR]),
     "plc_comm_leave": (None, [_PTR]),
     "plc_comm_free": (None, [_PTR]),
     "plc_comm_abort": (_I32, [_PTR]),
+    "plc_comm_is_gone": (_I32, [_PTR, _U32]),
     "plc_comm_failure": (None, [_PTR, C.POINTER(Failure)]),
     "plc_comm_calls": (None, [_PTR, C.POINTER(CallRecord)]),
     "plc_comm_sequence": (_U64, [_PTR]),
@@ -305,6 +327,12 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "plc_norm_blocks": (_U64, [C.POINTER(Update)]),
     "plc_square_sums": (_I32, [C.POINTER(Update), _PTR]),
     "plc_square_sums_with": (_I32, [C.c_char_p, C.POINTER(Update), _PTR]),
+    "plc_journal_bytes": (_U64, []),
+    "plc_journal_begin": (None, [_PTR, _U64]),
+    "plc_journal_end": (None, [_PTR]),
+    "plc_journal_note": (None, [_PTR, _U64, _U64]),
+    "plc_journal_read": (None, [_PTR, C.POINTER(JournalState)]),
+    "plc_journal_repair": (None, [C.POINTER(Update), _PTR]),
     "plc_meeting_bytes": (_U64, [_U32]),
     "plc_meet": (_I32, [_PTR, _PTR, _U32, _PTR, _PTR, _PTR, _I64]),
     "plc_claim": (_I32, [_PTR, _U64, _U32]),

@@ -233,6 +233,15 @@ class Communicator:
         if self._handle is not None:
             self._core.plc_comm_abort(self._handle)
 
+    def is_gone(self, local: int) -> bool:
+        """Whether a rank of this host has ended, with all its threads, or has left the group."""
+        return bool(self._core.plc_comm_is_gone(self.handle, local))
+
+    @property
+    def reads_directly(self) -> bool:
+        """Whether the ranks may read each other's own memory."""
+        return bool(self._core.plc_comm_reads_directly(self.handle))
+
     @property
     def is_open(self) -> bool:
         """Whether this process is still a member."""

@@ -7,14 +7,24 @@ right, and stay right while the call runs, is the caller's business.
 from __future__ import annotations
 
 import ctypes as C
+import dataclasses
 from array import array
 from collections.abc import Sequence
 
 from paceline.core import abi
-from paceline.core.abi import Status
+from paceline.core.abi import Kind, Status
+from paceline.core.communicator import Communicator
 from paceline.errors import NativeError
 
-__all__ = ["ArrayUpdate", "KindFlag", "Option", "Rule", "NORM_BLOCK_BYTES", "STATE_ARRAYS"]
+__all__ = [
+    "NORM_BLOCK_BYTES",
+    "STATE_ARRAYS",
+    "ArrayUpdate",
+    "KindFlag",
+    "Option",
+    "PrivateGradients",
+    "Rule",
+]
 
 STATE_ARRAYS = 3
 NORM_BLOCK_BYTES = 16384  # PLC_NORM_BLOCK_BYTES
@@ -40,6 +50,20 @@ class KindFlag:
     """What is said of an array beside its type."""
 
     FIRST_UPDATE, WIDE_STEP = 0x100, 0x200
+
+
+@dataclasses.dataclass(frozen=True)
+class PrivateGradients:
+    """Gradients that stay in their ranks' own memory, and are read from there to be summed.
+
+    `addresses` is that of a table in shared memory, with `stride` numbers for each rank of the
+    communicator: where it has each array, 0 if that is mapped by all.
+    """
+
+    comm: Communicator
+    ranks: tuple[int, ...]  # those whose gradients are summed, in this order
+    addresses: int
+    stride: int
 
 
 class ArrayUpdate:
@@ -81,13 +105,20 @@ class ArrayUpdate:
         library = abi.library_holding_gil() if short else abi.library()
         self._run, self._square_sums = library.plc_update_arrays, library.plc_square_sums
         self._distances, self._weights = array("q"), array("d")
+        self._members = array("I")
+        self._private: PrivateGradients | None = None
 
     @property
     def most_threads(self) -> int:
         """More threads than this would not make it faster."""
         return self._most_threads
 
-    def sum_over_ranks(self, distances: Sequence[int], weights: Sequence[float]) -> None:
+    def sum_over_ranks(
+        self,
+        distances: Sequence[int],
+        weights: Sequence[float],
+        private: PrivateGradients | None = None,
+    ) -> None:
         """From now on gradients are summed first: those of some ranks, in their order, each so many
         bytes from where this rank's are, times its weight. None: they are used as they are.
         """
@@ -95,6 +126,24 @@ class ArrayUpdate:
         self.numbers.ranks = len(self._distances)
         self.numbers.distances = self._distances.buffer_info()[0]
         self.numbers.weights = self._weights.buffer_info()[0]
+        self._private = private
+        self.numbers.comm = None
+        if private is not None:
+            self._members = array("I", private.ranks)
+            self.numbers.comm = private.comm.handle
+            self.numbers.members = self._members.buffer_info()[0]
+            self.numbers.private_addresses = private.addresses
+            self.numbers.private_stride = private.stride
+
+    def make_part(self, part: int, parts: int, journal: int) -> None:
+        """From now on a step is one part of the update, of so many; others make the rest in the
+        same memory. `journal`: the address of this process's.
+        """
+        self.numbers.part, self.numbers.parts, self.numbers.journal = part, parts, journal
+
+    def repair(self, journal: int) -> None:
+        """Finish the block of this update that the owner of a journal was writing when it ended."""
+        abi.library().plc_journal_repair(self._reference, journal)
 
     def run(self, gradients: array[int]) -> None:
         """Make the step with the gradients at these addresses."""
@@ -115,6 +164,8 @@ class ArrayUpdate:
         self._check(self._square_sums(self._reference, out))
 
     def _check(self, status: int) -> None:
+        if self._private is not None and status not in (Status.OK, Status.INVALID):
+            raise self._private.comm.error(status, Kind.ALLREDUCE)
         if status == Status.SYSTEM:
             raise NativeError("no memory for the sums of an optimizer's step")
         assert status == Status.OK, f"the core refused to update types {sorted(set(self._kinds))}"

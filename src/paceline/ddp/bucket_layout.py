@@ -45,7 +45,7 @@ class BucketLayout:
         # backward, where one signal says all there is to say.
         self.defers_sums = any(entry.deferred for entry in managed)
         self._dtype = dtype  # of floating-point averages, if it is not that of the parameters
-        self.limits = limits
+        self.limits = limits = transport.bucket_limits(limits)
         self.is_learning = True  # no step yet that shows how gradients arrive
         self.was_replanned = False
         self.defers_always = False  # buckets of this model are sent at the end of backward
@@ -90,7 +90,13 @@ class BucketLayout:
         if self._managed[members[0]].sparse:
             return SparseBucket(index, members, parameters)
         if self._transport.sums_in_place(self._managed[members[0]]):
-            return InPlaceBucket(index, members[0], parameters[0], dtype)
+            return InPlaceBucket(
+                index,
+                members[0],
+                parameters[0],
+                dtype,
+                is_deferred=self._managed[members[0]].deferred,
+            )
         transport = self._transport
         return DenseBucket(
             index,

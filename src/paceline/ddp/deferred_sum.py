@@ -23,7 +23,13 @@ __all__ = ["DeferredSum", "average"]
 class DeferredSum:
     """The parameters whose gradients one optimizer sums, and how much each rank's weigh."""
 
-    def __init__(self, parameters: Iterable[torch.Tensor], owner: object) -> None:
+    def __init__(
+        self, parameters: Iterable[torch.Tensor], owner: object, *, in_shared_memory: bool = True
+    ) -> None:
+        """in_shared_memory: the step reads the gradients of other ranks where they are, instead of
+        having them sent.
+        """
+        self.in_shared_memory = in_shared_memory
         self._parameters = list(parameters)
         self._ids = frozenset(map(id, self._parameters))
         self._owner = weakref.ref(owner)
@@ -34,6 +40,9 @@ class DeferredSum:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._ids
+
+    def __len__(self) -> int:
+        return len(self._parameters)
 
     def overlaps(self, other: DeferredSum) -> bool:
         """Whether both have some parameter."""

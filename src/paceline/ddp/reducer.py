@@ -533,6 +533,8 @@ class Reducer(BackwardObserver):
             self._check(signals)
             self._set_weights(step, signals)
             self._average_deferred_if_unwanted(step, signals)
+        elif self._layout.defers_sums:
+            self._average_deferred_if_unwanted(step, self.transport.signals())
         # Checked again: what failed after the first bucket was sent shows in the closing signals
         # only.
         signals = self.transport.complete(self._telemetry)

@@ -24,6 +24,7 @@ __all__ = [
     "DividedWork",
     "StepPartner",
     "StepPartners",
+    "digest_of",
     "models_of",
     "refuse_absence_from_division",
     "register_model",
@@ -64,6 +65,11 @@ class DividedWork(Protocol):
 
 
 _NUMBER_AT = 32  # above a digest
+
+
+def digest_of(signal: Signal) -> int:
+    """What a rank is about to do in a divided work."""
+    return signal.digest & ((1 << _NUMBER_AT) - 1)
 
 
 class StepPartners:

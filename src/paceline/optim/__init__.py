@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from paceline.optim.adagrad import Adagrad
 from paceline.optim.adam import Adam, AdamW
+from paceline.optim.interrupted_step import InterruptedStep, ParameterRecord
 from paceline.optim.sgd import SGD
 from paceline.optim.sharded import Sharded
 
-__all__ = ["SGD", "Adam", "AdamW", "Adagrad", "Sharded"]
+__all__ = ["SGD", "Adam", "AdamW", "Adagrad", "InterruptedStep", "ParameterRecord", "Sharded"]

@@ -35,12 +35,48 @@ class _AdamStep(NativeOptimizer):
 
 
 class Adam(_AdamStep, torch.optim.Adam):
-    """`torch.optim.Adam`, its step in one pass over memory."""
+    """`torch.optim.Adam`, its step in one pass over memory.
+
+    Args:
+        *arguments: those of torch's class, as are the other options.
+        shared: keep parameters and state once per host and split the step over its ranks. None:
+            where it can be and pays; True: an error where it cannot be; False: never.
+        one_pass: sum gradients over ranks in the step instead of averaging them in backward.
+        max_norm: clip gradients in the step to this norm of all of them.
+
+    Raises:
+        ConfigError: arguments contradict one another.
+
+    Example:
+        ```python
+        optimizer = paceline.optim.Adam(model.parameters(), lr=1e-3)
+        model(x).sum().backward()
+        optimizer.step()
+        ```
+    """
 
     stock = torch.optim.Adam
 
 
 class AdamW(_AdamStep, torch.optim.AdamW):
-    """`torch.optim.AdamW`, its step in one pass over memory."""
+    """`torch.optim.AdamW`, its step in one pass over memory.
+
+    Args:
+        *arguments: those of torch's class, as are the other options.
+        shared: keep parameters and state once per host and split the step over its ranks. None:
+            where it can be and pays; True: an error where it cannot be; False: never.
+        one_pass: sum gradients over ranks in the step instead of averaging them in backward.
+        max_norm: clip gradients in the step to this norm of all of them.
+
+    Raises:
+        ConfigError: arguments contradict one another.
+
+    Example:
+        ```python
+        optimizer = paceline.optim.AdamW(model.parameters(), lr=1e-3, max_norm=1.0)
+        model(x).sum().backward()
+        optimizer.step()
+        ```
+    """
 
     stock = torch.optim.AdamW

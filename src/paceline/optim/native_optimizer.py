@@ -32,15 +32,16 @@ from paceline.ddp import DistributedDataParallel
 from paceline.ddp.deferred_sum import DeferredSum
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import registrations
-from paceline.errors import ConfigError, MismatchError, NativeError
-from paceline.optim.divided_step import DividedStep, find_model_to_divide
+from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
+from paceline.optim.divided_step import DividedStep, find_model_to_divide, why_not_summed
 from paceline.optim.gradient_norm import (
     check_max_norm,
     clip_factor,
     squares_of,
     squares_of_tables,
 )
-from paceline.optim.one_pass import OnePass
+from paceline.optim.interrupted_step import InterruptedStep, UpdatedArray, record_parts
+from paceline.optim.one_pass import OnePass, say_what_grad_holds
 from paceline.optim.parameter_table import (
     GradientArrays,
     ParameterTable,
@@ -120,6 +121,10 @@ class NativeOptimizer(torch.optim.Optimizer):
     _shared: SharedStep | None
     _one_pass: OnePass | None
     _exchange: StepExchange | None
+    _interrupted: InterruptedStep | None
+    # Where the state is divided: gradients that backward leaves to the step, and whose.
+    _deferred: DeferredSum | None
+    _summed_by: DividedStep | None
     _release: weakref.finalize[..., NativeOptimizer] | None
     _seen_models: int  # how many had been registered when there was none of ours
     _seen_undivided: int  # as above
@@ -130,8 +135,10 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._tables, self._sharing = {}, _Sharing.WHERE_POSSIBLE
         self._wants_one_pass, self._max_norm = False, None
         self._one_pass, self._exchange = None, None
+        self._deferred, self._summed_by = None, None
         self._shared, self._release, self._seen_models = None, None, 0
         self._seen_undivided = 0
+        self._interrupted = None
         return self
 
     def __init__(
@@ -151,8 +158,9 @@ class NativeOptimizer(torch.optim.Optimizer):
             accelerators), each keeps the state of its part of the parameters only, steps it, and
             gets the other parts from the others. False: each rank steps for itself.
         one_pass: share, and sum gradients over ranks in the step instead of averaging them in
-            backward: less memory is moved. Until the step `.grad` is then this rank's own gradient;
-            `model.averaged_gradients()` gives the average.
+            backward: less memory is moved, and less is sent where ranks share none. Until the step
+            `.grad` is then this rank's own gradient; `model.averaged_gradients()` gives the
+            average.
         max_norm: clip gradients in the step, as `torch.nn.utils.clip_grad_norm_` does before it:
             to this norm of all gradients of this optimizer together. `.grad` stays as it is.
         """
@@ -214,14 +222,23 @@ class NativeOptimizer(torch.optim.Optimizer):
             self.step_groups(self.param_groups, scale)
         return loss
 
-    def step_groups(self, groups: Sequence[dict[str, Any]], grad_scale: float) -> None:
-        """Make a step of these groups in this process alone."""
+    def step_groups(
+        self,
+        groups: Sequence[dict[str, Any]],
+        grad_scale: float,
+        clip_by: Callable[[float], float] | None = None,
+    ) -> None:
+        """Make a step of these groups in this process alone. `clip_by` is given the sum of squares
+        of all gradients, and returns what they are multiplied by; None: what `max_norm` asks for.
+        """
         steps = [
             self._tabulate((index, _Place.OWN), group, group["params"], grad_scale)
             for index, group in enumerate(groups)
         ]
         clip = 1.0
-        if self._max_norm is not None:
+        if clip_by is not None:
+            clip = clip_by(_squares_alone(steps))
+        elif self._max_norm is not None:
             clip = clip_factor(_squares_alone(steps), grad_scale, self._max_norm)
         for step in steps:
             self._run(step, grad_scale, clip)
@@ -420,16 +437,20 @@ class NativeOptimizer(torch.optim.Optimizer):
             self._separate("the program changes them, or their gradients, rank by rank")
             self.step_groups(self.param_groups, grad_scale)
             return
-        if is_scaled and self._one_pass is not None and self._is_inf_anywhere(shared, has_inf):
-            self._forget_step(tables)
-        else:
-            clip = self._clip_together(shared, present, tables, alone, grad_scale)
-            for step in alone:
-                self._run(step, grad_scale, clip)
-            for table, gradients in tables:
-                table.update.numbers.clip = clip
-                table.run(gradients)
-        shared.end(present)
+        try:
+            if is_scaled and self._one_pass is not None and self._is_inf_anywhere(shared, has_inf):
+                self._forget_step(tables)
+            else:
+                clip = self._clip_together(shared, present, tables, alone, grad_scale)
+                for step in alone:
+                    self._run(step, grad_scale, clip)
+                for table, gradients in tables:
+                    table.update.numbers.clip = clip
+                    table.run(gradients)
+            shared.end(present)
+        except GroupError as error:
+            self._record_interruption(shared, present, tables, error)
+            raise
         for table, _ in tables:
             increment_version(table.parameters)
         if self._wants_one_pass:
@@ -484,7 +505,7 @@ class NativeOptimizer(torch.optim.Optimizer):
             if self._one_pass is not None:
                 content += self._one_pass.prepare(shared.model, present, tables)
             for table, _ in tables:
-                table.update.numbers.part, table.update.numbers.parts = shared.part(present)
+                table.update.make_part(*shared.part(present), shared.journal.address)
             verdict = shared.begin(
                 present,
                 content,
@@ -492,9 +513,33 @@ class NativeOptimizer(torch.optim.Optimizer):
                 separate=self._wants_to_separate(shared, [table for table, _ in tables]),
             )
             return verdict
+        except GroupError as error:
+            self._record_interruption(shared, present, tables, error)
+            raise
         finally:
             if verdict is not Verdict.GO:
                 self._forget_step(tables)
+
+    @property
+    def interrupted_step(self) -> InterruptedStep | None:
+        """What was made of the step in which a rank was lost; None if no step was interrupted."""
+        return self._interrupted
+
+    def _record_interruption(
+        self, shared: SharedStep, present: Sequence[int], tables: _Tables, error: GroupError
+    ) -> None:
+        settled = shared.settle(present, [table.update for table, _ in tables])
+        record = record_parts(
+            [
+                [UpdatedArray(shared.name_of(p), p.numel(), p.element_size()) for p in t.parameters]
+                for t, _ in tables
+            ],
+            [settled.progress[rank] for rank in present],
+            [part for part, rank in enumerate(present) if rank in settled.unsettled],
+        )
+        shared.adopt_settled(is_complete=record.is_after)
+        self._interrupted = record
+        record.explain(error)
 
     def _forget_step(self, tables: _Tables) -> None:
         """No step is made with these tables."""
@@ -508,14 +553,19 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         assert self._exchange is not None
         where = self._exchange.is_true_anywhere(has_inf, shared.present, shared.number)
-        if where and not has_inf and not tell_scaler_of_inf(self, find_caller("step")):
+        if where and not has_inf:
+            self._tell_scaler(f"rank {', '.join(map(str, where))}")
+        return bool(where)
+
+    def _tell_scaler(self, where: str) -> None:
+        """Gradients are not finite elsewhere: let the GradScaler of this rank know."""
+        if not tell_scaler_of_inf(self, find_caller("step")):
             _logger.warning(
-                "%s: gradients of rank %s are not finite, so no rank makes this step, but the "
+                "%s: gradients of %s are not finite, so no rank makes this step, but the "
                 "GradScaler of this rank could not be told. Scales will differ from now on.",
                 type(self).__name__,
-                ", ".join(map(str, where)),
+                where,
             )
-        return bool(where)
 
     def _clip_together(
         self,
@@ -558,6 +608,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         if self._one_pass is not None:
             self._one_pass.forget_gradients()
+        if self._deferred is not None:
+            self._deferred.forget()
 
     def _wants_to_separate(self, shared: SharedStep, tables: Sequence[ParameterTable]) -> bool:
         if self._sharing is _Sharing.REQUIRED:
@@ -592,7 +644,7 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     @property
     def _may_divide(self) -> bool:
-        return self._sharing is _Sharing.REQUIRED and not self._wants_one_pass
+        return self._sharing is _Sharing.REQUIRED
 
     def _divide_if_possible(self) -> bool:
         """Whether the state is divided among ranks that share no memory, from now on at the
@@ -605,21 +657,23 @@ class NativeOptimizer(torch.optim.Optimizer):
         elif self._seen_undivided == registrations():
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
-        model = find_model_to_divide(parameters) if is_worth_sharing(parameters) else None
+        pays = self._wants_one_pass or is_worth_sharing(parameters)
+        model = find_model_to_divide(parameters) if pays else None
         if model is None:
             self._seen_undivided = registrations()
             return False
         # A rank without data is not here, and dividing needs all of them: later.
         if model.reducer.history.absent:
             return False
-        if self._max_norm is not None:
-            raise ConfigError(
-                f"max_norm={self._max_norm:g} clips in memory that ranks share, or on each rank by "
-                "itself, but with shared=True these ranks divide the state. Call "
-                "torch.nn.utils.clip_grad_norm_ before the step, or leave shared=True out"
-            )
+        if self._wants_one_pass and (why_not := why_not_summed(model)) is not None:
+            raise ConfigError(why_not)
         divided = DividedStep(
-            model, self.param_groups, self.defaults.keys(), self._part_optimizer(), self.state
+            model,
+            self.param_groups,
+            self.defaults.keys(),
+            self._part_optimizer(),
+            self.state,
+            self._max_norm,
         )
         self.state[_DIVIDED] = {_DIVIDED: divided}
         self._tables.clear()
@@ -654,14 +708,46 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _step_divided(self, grad_scale: float) -> None:
         divided = self._divided
         assert divided is not None
+        steps = [
+            self._tabulate((index, _Place.OWN), group, alone, grad_scale)
+            for index, group in enumerate(self.param_groups)
+            if (alone := [p for p in group["params"] if p not in divided])
+        ]
+        clip = 1.0
         # A rank without data hears of the others' step by their signals, and answers.
         if not divided.is_absent:
-            divided.step(grad_scale)
-        for index, group in enumerate(self.param_groups):
-            alone = [p for p in group["params"] if p not in divided]
-            if alone:
-                step = self._tabulate((index, _Place.OWN), group, alone, grad_scale)
-                self._run(step, grad_scale, 1.0)
+            self._refuse_local_gradients(divided)
+            squares = 0.0 if self._max_norm is None else _squares_alone(steps)
+            factor = divided.step(grad_scale, squares, self._deferred)
+            if factor is None:
+                self._tell_scaler("another rank")
+                self._forget_step([each for step in steps for each in step.tables])
+                return
+            clip = factor
+        for step in steps:
+            self._run(step, grad_scale, clip)
+        if self._wants_one_pass and self._summed_by is not divided:
+            self._sum_divided_from_now_on(divided)
+
+    def _refuse_local_gradients(self, divided: DividedStep) -> None:
+        if self._deferred is not None and divided.model.reducer.window.open:
+            raise ConfigError(
+                "one_pass=True: the last backward was inside no_sync(), so what it left cannot be "
+                "summed. Run the last backward before a step outside of no_sync()"
+            )
+
+    def _sum_divided_from_now_on(self, divided: DividedStep) -> None:
+        """Backward leaves sums to the divided step; likewise when others are divided."""
+        reducer = divided.model.reducer
+        # All ranks have to be here, and backward must be over.
+        if reducer.history.absent or reducer.in_backward:
+            return
+        is_first = self._deferred is None
+        self._deferred = DeferredSum(divided.parameters, self, in_shared_memory=False)
+        self._summed_by = divided
+        divided.model.defer_sums(self._deferred)
+        if is_first:
+            say_what_grad_holds(divided.model, type(self).__name__)
 
     # ----------------------------------------------------------------------------- torch's own code
 

@@ -1,21 +1,30 @@
 """`one_pass=True`: gradients are summed over ranks in the step itself, together with the update.
 
-    backward   leaves each rank's own gradient in shared memory, and exchanges signals
+    backward   leaves each rank's own gradient, and exchanges signals
     begin      all ranks that had data are here (`SharedStep`)
     pass       each rank takes its part of the elements: sums, updates
     end        all parts are made
 
 Each byte of a gradient is read once and never written: an average in backward reads and writes it
 on every rank before the step reads it again. The sum has the bits of that average.
+
+Small gradients are in buckets that all ranks have mapped. Large ones stay where autograd put them,
+in their rank's own memory: each rank writes down where that is, and the others read them from
+there, as much at a time as stays in the cache. Where the system forbids that, they are copied to
+buckets, too.
 """
 
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Sequence
 
 import torch
 
+from paceline.core.communicator import Communicator
+from paceline.core.shared_memory import open_shared_memory
+from paceline.core.update import PrivateGradients
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.deferred_sum import DeferredSum
 from paceline.ddp.reducer import Reducer
@@ -23,7 +32,7 @@ from paceline.ddp.shm_transport import ShmTransport
 from paceline.optim.parameter_table import GradientArrays, ParameterTable
 from paceline.optim.shared_step import SharedStep
 
-__all__ = ["OnePass"]
+__all__ = ["OnePass", "say_what_grad_holds"]
 
 _logger = logging.getLogger("paceline")
 
@@ -44,14 +53,11 @@ class OnePass:
         """
         self.goes_with = shared
         self._deferred = deferred
+        self._addresses = _AddressTable(shared.comm, len(deferred))
         model = shared.model
         model.defer_sums(deferred)
-        if not replaces and model.process_group.rank() == 0:
-            _logger.info(
-                "%s(one_pass=True): from now on backward leaves each rank's own gradient in .grad, "
-                "and the step sums them; model.averaged_gradients() gives the average.",
-                name,
-            )
+        if not replaces:
+            say_what_grad_holds(model, name)
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._deferred
@@ -81,15 +87,53 @@ class OnePass:
         distances = [transport.distance_to(rank) for rank in present]
         factors = [weights[rank] for rank in present]
         own = transport.bucket_addresses
-        places = b""
+        places, columns = b"", 0
         for table, gradients in tables:
-            table.update.sum_over_ranks(distances, factors)
+            private = self._addresses.write(columns, gradients.outside(own), present)
+            table.update.sum_over_ranks(distances, factors, private)
             places += gradients.places_in(own)
+            columns += len(gradients.addresses)
         return repr(factors).encode() + places
 
     def forget_gradients(self) -> None:
         """They were zeroed."""
         self._deferred.forget()
+
+
+def say_what_grad_holds(model: DistributedDataParallel, name: str) -> None:
+    """Once for all ranks: `.grad` is not what it was."""
+    if model.process_group.rank() == 0:
+        _logger.info(
+            "%s(one_pass=True): from now on backward leaves each rank's own gradient in .grad, "
+            "and the step sums them; model.averaged_gradients() gives the average.",
+            name,
+        )
+
+
+class _AddressTable:
+    """Where each rank has gradients in its own memory: a row for each rank, in memory that all have
+    mapped. A rank writes its own before the meeting that begins a step, and not again before the
+    one that ends it.
+    """
+
+    def __init__(self, comm: Communicator, parameters: int) -> None:
+        self._comm, self._stride = comm, parameters
+        memory = open_shared_memory(comm, 8 * comm.size * max(parameters, 1))
+        self._rows = torch.frombuffer(memory, dtype=torch.int64).view(comm.size, -1)
+
+    def write(
+        self, column: int, addresses: array[int], present: Sequence[int]
+    ) -> PrivateGradients | None:
+        """Write down this rank's, from a column on; whose gradients are to be read how. None if
+        there are none of its own.
+        """
+        if not any(addresses):
+            return None
+        assert self._comm.reads_directly, "a gradient was not placed"
+        row = torch.frombuffer(addresses, dtype=torch.int64)
+        self._rows[self._comm.rank, column : column + len(addresses)].copy_(row)
+        at = self._rows.data_ptr() + 8 * column
+        return PrivateGradients(self._comm, tuple(present), at, self._stride)
 
 
 def _reducer_of(model: DistributedDataParallel) -> Reducer:

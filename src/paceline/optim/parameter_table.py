@@ -145,9 +145,14 @@ class GradientArrays:
         self.addresses = _addresses(gradients)
 
     def places_in(self, memory: range) -> bytes:
-        """Where they are in this piece of memory, all of which have to be in it."""
-        assert all(address in memory for address in self.addresses), "a gradient was not placed"
-        return array("Q", [address - memory.start for address in self.addresses]).tobytes()
+        """Where they are in this piece of memory; -1 for those that are elsewhere."""
+        return array(
+            "q", [at - memory.start if at in memory else -1 for at in self.addresses]
+        ).tobytes()
+
+    def outside(self, memory: range) -> array[int]:
+        """Their addresses, 0 for those in this piece of memory."""
+        return array("Q", [0 if at in memory else at for at in self.addresses])
 
 
 class ParameterTable:

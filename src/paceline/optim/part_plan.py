@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 from itertools import accumulate
 
-__all__ = ["Piece", "Portion", "plan_parts", "plan_portions"]
+__all__ = ["Piece", "Portion", "plan_parts", "plan_portions", "without_long_pieces"]
 
 _LINE_BYTES = 64
 
@@ -75,6 +75,26 @@ def plan_portions(parts: Sequence[Sequence[Piece]], longest: int) -> list[Portio
         )
         for start in range(0, length, longest)
     ]
+
+
+def without_long_pieces(
+    parts: Sequence[Sequence[Piece]], shortest: int
+) -> tuple[list[tuple[int, Piece]], list[list[Piece]]]:
+    """Pieces of at least `shortest` elements, each with its rank; and the parts without them, moved
+    together.
+    """
+    long, rest = [], []
+    for rank, part in enumerate(parts):
+        at, kept = 0, []
+        for piece in part:
+            length = piece.end - piece.begin
+            if length >= shortest:
+                long.append((rank, piece))
+            else:
+                kept.append(dataclasses.replace(piece, at=at))
+                at += length
+        rest.append(kept)
+    return long, rest
 
 
 def _cut(part: Sequence[Piece], start: int, stop: int) -> list[Piece]:

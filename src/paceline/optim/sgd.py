@@ -14,7 +14,25 @@ __all__ = ["SGD"]
 
 
 class SGD(NativeOptimizer, torch.optim.SGD):
-    """`torch.optim.SGD`, its step in one pass over memory."""
+    """`torch.optim.SGD`, its step in one pass over memory.
+
+    Args:
+        *arguments: those of torch's class, as are the other options.
+        shared: keep parameters and state once per host and split the step over its ranks. None:
+            where it can be and pays; True: an error where it cannot be; False: never.
+        one_pass: sum gradients over ranks in the step instead of averaging them in backward.
+        max_norm: clip gradients in the step to this norm of all of them.
+
+    Raises:
+        ConfigError: arguments contradict one another.
+
+    Example:
+        ```python
+        optimizer = paceline.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model(x).sum().backward()
+        optimizer.step()
+        ```
+    """
 
     stock = torch.optim.SGD
     starts_from_gradient = True

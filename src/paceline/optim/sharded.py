@@ -22,7 +22,8 @@ from torch.autograd.graph import increment_version
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.step_partners import registrations
-from paceline.errors import ConfigError, MismatchError, NativeError
+from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
+from paceline.optim.interrupted_step import InterruptedStep, record_whole
 from paceline.optim.parameter_table import is_shareable
 from paceline.optim.shared_state import SharedState
 from paceline.optim.shared_step import (
@@ -56,10 +57,26 @@ def balanced_owners(parameters: Sequence[torch.Tensor], ranks: int) -> list[int]
 
 
 class Sharded(torch.optim.Optimizer):
-    """`Sharded(torch.optim.RMSprop, params, lr=0.01)` is that optimizer, each parameter stepped by
-    one of the host's ranks, its state kept once.
+    """Any torch optimizer, each parameter stepped by one of the host's ranks, its state kept once.
 
     For optimizers that step each parameter by itself, as most do.
+
+    Args:
+        optimizer_class: the class of the optimizer.
+        params: its parameters or groups of them.
+        *arguments: further arguments of the class.
+        plan: which rank owns which parameter, the same on every rank.
+        **options: further options of the class.
+
+    Raises:
+        TypeError: the first argument is not the class of an optimizer.
+
+    Example:
+        ```python
+        optimizer = paceline.optim.Sharded(torch.optim.RMSprop, model.parameters(), lr=0.01)
+        model(x).sum().backward()
+        optimizer.step()
+        ```
     """
 
     def __init__(
@@ -86,6 +103,7 @@ class Sharded(torch.optim.Optimizer):
             )
         inner = self._inner = optimizer_class(params, *arguments, **options)
         self._plan = plan
+        self._interrupted: InterruptedStep | None = None
         self._forget_sharing()
         self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
@@ -147,6 +165,7 @@ class Sharded(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "_inner" in state:  # unpickled or copied
             self._inner, self._plan = state["_inner"], state["_plan"]
+            self._interrupted = None
             self._forget_sharing()
             self._is_made = True
             super().__setstate__({})
@@ -279,21 +298,45 @@ class Sharded(torch.optim.Optimizer):
             self._separate("the program changes them, or their gradients, rank by rank")
             self._step_some([p for p in self._parameters if p in shared])
         else:
-            self._step_own(shared, present)
+            with self._recorded(shared, present):
+                self._step_own(shared, present)
+
+    @property
+    def interrupted_step(self) -> InterruptedStep | None:
+        """What was made of the step in which a rank was lost; None if no step was interrupted. The
+        optimizer's own code cannot be repeated: what the lost rank was stepping is torn.
+        """
+        return self._interrupted
+
+    @contextlib.contextmanager
+    def _recorded(self, shared: SharedStep, present: Sequence[int]) -> Iterator[None]:
+        """If the group fails meanwhile, write down what was made of the step."""
+        try:
+            yield
+        except GroupError as error:
+            stepped = [p for p in self._parameters if p in shared and p.grad is not None]
+            record = self._interrupted = record_whole(
+                {shared.name_of(p): p.numel() for p in stepped},
+                {shared.name_of(p): self._stepper(p, present) for p in stepped},
+                shared.settle(present).progress,
+            )
+            record.explain(error)
+            raise
 
     def _begin(self, shared: SharedStep, present: Sequence[int]) -> Verdict:
         with torch.no_grad():
             shared.take_back({})
-        return shared.begin(
-            present,
-            self._content(),
-            intact=all(
-                id(parameter) not in self._owners or shared.is_in_place(parameter)
-                for parameter in self._parameters
+        with self._recorded(shared, present):
+            return shared.begin(
+                present,
+                self._content(),
+                intact=all(
+                    id(parameter) not in self._owners or shared.is_in_place(parameter)
+                    for parameter in self._parameters
+                )
+                and self._has_all_parameters(shared),
+                separate=shared.is_disturbed or shared.has_local_gradients,
             )
-            and self._has_all_parameters(shared),
-            separate=shared.is_disturbed or shared.has_local_gradients,
-        )
 
     def _has_all_parameters(self, shared: SharedStep) -> bool:
         """Whether none was added that could be shared."""
@@ -320,6 +363,7 @@ class Sharded(torch.optim.Optimizer):
         parameters = [p for p in self._parameters if p in shared]
         mine = [p for p in parameters if self._stepper(p, present) == shared.comm.rank]
         self._take_state([p for p in mine if not self._owns(p)])
+        shared.journal.note(begun=1, made=0)
         with shared.writing(mine):
             self._step_some(mine)
         stepped = {self._numbers[id(p)]: self.state[p] for p in mine if p in self.state}
@@ -328,8 +372,10 @@ class Sharded(torch.optim.Optimizer):
         if not is_new and known is not None:
             for number, state in stepped.items():
                 known.write(number, state)
+            shared.journal.note(begun=1, made=1)
         if any(shared.end(present, note=int(is_new))):
             self._shared_state = self._new_shared_state(shared, present, stepped)
+            shared.journal.note(begun=1, made=1)
         for parameter in parameters:
             if not self._owns(parameter):
                 self.state.pop(parameter, None)  # others have it, and have written it down

@@ -11,6 +11,9 @@ the signals of the step that it has none, and it sees the result because the mem
 To the program each rank has a replica: what it writes to its parameters stays its own until the
 next `begin`, where ranks that have written find out that all wrote the same, and publish it.
 
+A rank that is lost in the middle leaves no block half-written: `settle` finishes what its journal
+holds, and tells how far everybody got.
+
 Numbers of steps are the exception. Each rank counts its own while it makes its part; a rank that
 missed some steps goes on from the shared ones.
 """
@@ -22,6 +25,8 @@ import dataclasses
 import enum
 import math
 import mmap
+import sys
+import time
 import weakref
 import zlib
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -33,9 +38,11 @@ import torch.distributed as dist
 from paceline._linux import can_find_written_pages
 from paceline._malloc import return_freed_memory
 from paceline.core.communicator import Communicator
+from paceline.core.journal import Journal, StepProgress, journal_bytes
 from paceline.core.kernels import digest
 from paceline.core.meeting import Meeting, meeting_bytes
 from paceline.core.shared_memory import open_with_private_view, sums_over
+from paceline.core.update import ArrayUpdate
 from paceline.ddp import DistributedDataParallel
 from paceline.ddp.consistency import check_same_model, describe
 from paceline.ddp.reducer import Reducer
@@ -46,6 +53,7 @@ from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import WaitLabel
 
 __all__ = [
+    "SettledStep",
     "SharedParameter",
     "SharedStep",
     "Verdict",
@@ -64,9 +72,15 @@ _CACHE_LINE = 64
 _WORTH_SHARING_BYTES = 1024 * 1024
 # Of meetings: six for each call of an optimizer's step between two averages, at most.
 _NUMBERS_PER_STEP = 64
+# By then gradients are where they will be: what the heap keeps of parameters and gradients before
+# they were shared can be returned.
+_SETTLED_STEPS = 2
 # A program that writes its weights in so many steps in a row does so in every step.
 _MOST_DISTURBED_STEPS = 8
 _SHOWN = 3
+# Ranks that still make their parts of a step that has failed are waited for as long.
+_SETTLE_S = 2.0
+_SETTLE_POLL_S = 0.001
 
 
 _live: weakref.WeakSet[SharedStep] = weakref.WeakSet()
@@ -88,6 +102,14 @@ class _Flag(enum.IntFlag):
     FAILED = 2
     WRITTEN = 4  # by the program, in its replica
     SEPARATE = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class SettledStep:
+    """How far the ranks that made a step together got in it."""
+
+    progress: Mapping[int, StepProgress | None]  # by rank; None: nothing was begun
+    unsettled: frozenset[int]  # ranks that may go on: alive, and not heard of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +257,8 @@ class SharedStep:
                 other.release()
         self._make_memory(comm, parameters, counter_dtype)
         self._meeting = Meeting(comm, self._notes.address)
+        self._journals = [Journal(address) for address in self._notes.journals]
+        self._step_number = 0  # that of the meeting that begins it
         self._label = _wait_label(model)
         self._move_in(states)
         self.steps_made = 0  # as far as this rank knows
@@ -318,6 +342,9 @@ class SharedStep:
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return id(parameter) in self._slots
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self._names[self._slots[id(parameter)].index]
 
     def has_room(self, parameter: torch.Tensor, names: tuple[str, ...]) -> bool:
         """Whether there is a place for this state. If not, all ranks share anew."""
@@ -497,7 +524,8 @@ class SharedStep:
         flags = _Flag.WRITTEN if written else _Flag(0)
         flags |= _Flag(0) if intact else _Flag.REPLACED
         flags |= _Flag.SEPARATE if separate else _Flag(0)
-        answers = self._meet(self._next_begin(), present, zlib.crc32(content), flags)
+        self._step_number = self._next_begin()
+        answers = self._meet(self._step_number, present, zlib.crc32(content), flags)
         if any(flag & _Flag.FAILED for _, flag in answers):
             self._open = False
             return Verdict.FAILED
@@ -525,6 +553,7 @@ class SharedStep:
             self._publish(present, written)
         self._counters.copy_(self._notes.counters)
         self._averages_used = self.model.reducer.history.steps
+        self.journal.begin(self._step_number)
         return Verdict.GO
 
     def end(self, present: Sequence[int], note: int = 0) -> list[int]:
@@ -533,10 +562,70 @@ class SharedStep:
         self._open = False
         self.steps_made += 1
         if present[0] == self.comm.rank:
-            self._notes.counters.copy_(self._counters)
-            self._notes.steps_made.fill_(self.steps_made)
+            self._publish_counters()
         self._view.refresh()
+        self.journal.end()
+        if self.steps_made == _SETTLED_STEPS:
+            return_freed_memory()
         return [note for note, _ in answers]
+
+    def _publish_counters(self) -> None:
+        self._notes.counters.copy_(self._counters)
+        self._notes.steps_made.fill_(self.steps_made)
+
+    # ----------------------------------------------------------------------------- lost ranks
+
+    @property
+    def journal(self) -> Journal:
+        """This rank's."""
+        return self._journals[self.comm.rank]
+
+    def settle(self, present: Sequence[int], updates: Sequence[ArrayUpdate] = ()) -> SettledStep:
+        """The group has failed in a step. Wait until no rank writes to the shared memory any more,
+        finish the blocks that lost ranks were writing, and tell how far each of them got.
+
+        updates: those of the step, in order, if the core makes it.
+        """
+        if self.journal.read().step != self._step_number:
+            self.journal.begin(self._step_number)  # it failed before anything was begun
+        self.journal.end()
+        waiting_for, deadline = set(present), time.monotonic() + _SETTLE_S
+        while waiting_for and time.monotonic() < deadline:
+            waiting_for = {rank for rank in waiting_for if not self._is_through(rank)}
+            if waiting_for:
+                time.sleep(_SETTLE_POLL_S)
+        for rank in set(present) - waiting_for:
+            reached = self._reached(rank)
+            if reached is not None and reached.made < reached.begun <= len(updates):
+                updates[reached.made].repair(self._journals[rank].address)
+        self._view.refresh()
+        return SettledStep({rank: self._reached(rank) for rank in present}, frozenset(waiting_for))
+
+    def _is_through(self, rank: int) -> bool:
+        """Whether a rank makes no more of this step."""
+        if self.comm.is_open and self.comm.is_gone(rank):
+            return True
+        progress = self._journals[rank].read()
+        return progress.step > self._step_number or (
+            progress.step == self._step_number and progress.has_ended
+        )
+
+    def _reached(self, rank: int) -> StepProgress | None:
+        """How far a rank is in this step; None if it has not begun."""
+        progress = self._journals[rank].read()
+        if progress.step > self._step_number:  # it is in a later one
+            return StepProgress(progress.step, sys.maxsize, sys.maxsize, (), has_ended=True)
+        return progress if progress.step == self._step_number else None
+
+    def adopt_settled(self, *, is_complete: bool) -> None:
+        """Numbers of steps are what they were before the step that was settled, unless all of it is
+        made.
+        """
+        if is_complete:
+            self.steps_made += 1
+            self._publish_counters()  # by all who are left, the same numbers
+        else:
+            self._counters.copy_(self._notes.counters)
 
     def step_failed(self) -> None:
         """This rank gives the step up: whoever waits for it in `begin` hears of it."""
@@ -665,9 +754,9 @@ def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
 
 
 class _Notes:
-    """What ranks write down for each other before the arrays: beside the meetings, how many steps
-    were made and how often each parameter was stepped, who has released the memory, and, when
-    programs have written to their replicas, by rank which arrays and digests of them.
+    """What ranks write down for each other before the arrays: beside the meetings, their journals,
+    how many steps were made and how often each parameter was stepped, who has released the memory,
+    and, when programs have written to their replicas, by rank which arrays and digests of them.
     """
 
     def __init__(
@@ -682,6 +771,8 @@ class _Notes:
             return flat.view(shape)
 
         self.address = numbers("meeting", torch.uint8, 1).data_ptr()
+        journals = numbers("journals", torch.uint8, ranks, journal_bytes())
+        self.journals = [journal.data_ptr() for journal in journals]
         self.steps_made = numbers("steps made", torch.int64, 1)
         self.released = numbers("released", torch.uint8, ranks)
         self.counters = numbers("counters", counters, parameters)
@@ -697,6 +788,7 @@ class _Notes:
     def _offsets(ranks: int, arrays: int, parameters: int) -> dict[str, int]:
         sizes = {
             "meeting": meeting_bytes(ranks),
+            "journals": ranks * journal_bytes(),
             "steps made": 8,
             "released": ranks,
             "counters": 8 * parameters,

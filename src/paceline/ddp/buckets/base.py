@@ -117,8 +117,13 @@ class Bucket:
     def scale(self, factor: float) -> None:
         raise NotImplementedError
 
-    def all_reduce(self, group: dist.ProcessGroup) -> Waitable:
-        """Start the sum over the ranks of a group; what it returns is waited for."""
+    def all_reduce(
+        self, group: dist.ProcessGroup, factor: float, wire_dtype: torch.dtype | None
+    ) -> Waitable:
+        """Start the sum over the ranks of a group, times a factor that is the same on all of them;
+        what it returns is waited for. Dense gradients travel between hosts as `wire_dtype`, if
+        there is one.
+        """
         raise NotImplementedError
 
     def received(self) -> None:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from paceline._interpreter import reference_count
 from paceline._torch_internals import foreach_copy_, storage_users
 from paceline.ddp.buckets.base import Bucket, Fill, Waitable, gradient_of
-from paceline.ddp.group_calls import all_reduce
+from paceline.ddp.group_calls import all_reduce_scaled
 
 __all__ = ["DenseBucket", "strides_of"]
 
@@ -322,8 +322,10 @@ class DenseBucket(Bucket):
         """The flat tensor as real numbers, for backends that know no complex ones."""
         return torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
 
-    def all_reduce(self, group: dist.ProcessGroup) -> Waitable:
-        return all_reduce(group, self.wire())
+    def all_reduce(
+        self, group: dist.ProcessGroup, factor: float, wire_dtype: torch.dtype | None
+    ) -> Waitable:
+        return all_reduce_scaled(group, self.wire(), factor, wire_dtype)
 
     def replace(self, result: torch.Tensor) -> None:
         """A communication hook returned another tensor."""

@@ -20,9 +20,15 @@ class InPlaceBucket(DenseBucket):
     """One large gradient, averaged where autograd put it."""
 
     def __init__(
-        self, index: int, member: int, parameter: torch.Tensor, dtype: torch.dtype | None = None
+        self,
+        index: int,
+        member: int,
+        parameter: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        is_deferred: bool = False,
     ) -> None:
-        super().__init__(index, [member], [parameter], _no_memory, dtype)
+        super().__init__(index, [member], [parameter], _no_memory, dtype, is_deferred=is_deferred)
         self._strides, self._is_contiguous = strides_of(parameter), parameter.is_contiguous()
         self._data: torch.Tensor | None = None
 
@@ -37,6 +43,9 @@ class InPlaceBucket(DenseBucket):
 
     def copy_in_fast(self) -> bool:
         return False
+
+    def place(self) -> None:
+        """Peers read it wherever it is."""
 
     def gather(self, used: Collection[int], *, contribute: bool) -> set[int]:
         gradient = self.parameters[0].grad

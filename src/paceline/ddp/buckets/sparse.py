@@ -48,7 +48,12 @@ class SparseBucket(Bucket):
         assert self.value is not None
         self.value = self.value * factor
 
-    def all_reduce(self, group: dist.ProcessGroup) -> Waitable:
+    def all_reduce(
+        self, group: dist.ProcessGroup, factor: float, wire_dtype: torch.dtype | None
+    ) -> Waitable:
+        del wire_dtype
+        if factor != 1.0:
+            self.scale(factor)
         assert self.value is not None
 
         # A sum in which every rank fills its own row: a gather that every backend has.
