@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.bench import simulated_hosts as _simulated
-from paceline.bench.simulated_hosts import enter
+from paceline.bench.simulated_hosts import SimulatedHosts, enter
 
-__all__ = ["enter", "simulated_hosts"]
+__all__ = ["SimulatedHosts", "enter", "simulated_hosts"]
 
 
 @contextlib.contextmanager
-def simulated_hosts(count: int) -> Iterator[list[int]]:
+def simulated_hosts(count: int) -> Iterator[SimulatedHosts]:
     """`count` hosts on one switch; yields the pid that stands for each."""
     if reason := _simulated.why_not():
         pytest.skip(reason)

@@ -183,6 +183,78 @@ def test_a_wire_dtype_rounds_between_hosts_only_and_all_ranks_alike(placement):
     run_ranks(len(host_of), check, timeout=60)
 
 
+@pytest.mark.parametrize("placement", [*PLACEMENTS, "interleaved"])
+def test_long_and_short_data_is_moved_between_hosts(placement):
+    host_of = [0, 1, 2, 0, 1, 0] if placement == "interleaved" else PLACEMENTS[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        def of(number, length):
+            generator = torch.Generator().manual_seed(number)
+            return torch.randint(0, 256, (length,), generator=generator, dtype=torch.uint8)
+
+        join(rank, host_of)
+        for root in range(world):
+            for length in (0, 1, 8192, 8193, 3_000_001):  # short ones in one lane, long in all
+                data = of(root, length) if rank == root else torch.zeros(length, dtype=torch.uint8)
+                dist.broadcast(data, root)
+                assert torch.equal(data, of(root, length)), (root, length)
+        for lengths in ([5] * world, [0, 7, 9_000, 1_500_000, 3, 2][:world]):
+            outputs = [torch.zeros(length, dtype=torch.uint8) for length in lengths]
+            dist.all_gather(outputs, of(rank, lengths[rank]))
+            for source, output in enumerate(outputs):
+                assert torch.equal(output, of(source, lengths[source])), (source, lengths)
+        for length in (3, 1_200_000):
+            whole = torch.zeros(world * length, dtype=torch.uint8)
+            dist.all_gather_into_tensor(whole, of(rank, length))
+            assert torch.equal(whole, torch.cat([of(source, length) for source in range(world)]))
+        for length in (1, 40_000):  # carried with the sizes, and not
+            sent = [of(rank * world + goal, length + goal) for goal in range(world)]
+            received = [torch.zeros(length + rank, dtype=torch.uint8) for _ in range(world)]
+            dist.all_to_all(received, sent)
+            for source, output in enumerate(received):
+                assert torch.equal(output, of(source * world + rank, length + rank))
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_moves_that_differ_are_listed_by_every_rank_and_the_group_lives_on(placement):
+    host_of = PLACEMENTS[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import MismatchError
+
+        join(rank, host_of)
+        for odd in range(world):
+            for usual, unusual in ((3, 100_000), (100_000, 3), (100_000, 100_001)):
+                with pytest.raises(MismatchError) as raised:
+                    dist.broadcast(torch.ones(unusual if rank == odd else usual), 0)
+                assert sorted(raised.value.values) == list(range(world))
+                gathered = torch.ones(world * unusual)
+                with pytest.raises(MismatchError, match="all_gather"):
+                    (
+                        dist.all_reduce(torch.ones(usual))
+                        if rank == odd
+                        else dist.all_gather_into_tensor(gathered, torch.ones(unusual))
+                    )
+                outputs = [torch.zeros(1) for _ in range(world)]
+                with pytest.raises(MismatchError, match="all_to_all"):
+                    dist.all_to_all(outputs, [torch.ones(2 if rank == odd else 1)] * world)
+                data = torch.ones(usual)
+                dist.all_reduce(data)
+                assert torch.equal(data, torch.full((usual,), float(world)))
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
 def test_ranks_that_give_different_wire_dtypes_are_told():
     def check(rank, world):
         import torch
@@ -207,12 +279,18 @@ def test_ddp_trains_the_same_replicas_on_all_hosts():
 
         join(rank, [0, 0, 1, 1])
         rounded = dist.new_group(pg_options=paceline.GroupOptions(wire_dtype=torch.bfloat16))
-        for group, tolerance in ((dist.group.WORLD, 1e-6), (rounded, 1e-2)):
+        ways = (
+            ({}, 1e-6),
+            ({"process_group": rounded}, 1e-2),
+            ({"wire_dtype": torch.bfloat16}, 1e-2),
+        )
+        trained = []
+        for arguments, tolerance in ways:
             torch.manual_seed(0)
-            plain = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.Linear(200, 64))
+            plain = torch.nn.Sequential(torch.nn.Linear(64, 1000), torch.nn.Linear(1000, 64))
             torch.manual_seed(0)
-            net = torch.nn.Sequential(torch.nn.Linear(64, 200), torch.nn.Linear(200, 64))
-            model = paceline.DistributedDataParallel(net, process_group=group)
+            net = torch.nn.Sequential(torch.nn.Linear(64, 1000), torch.nn.Linear(1000, 64))
+            model = paceline.DistributedDataParallel(net, **arguments)
             batch = torch.randn(8 * world, 64, generator=torch.Generator().manual_seed(1))
             for _ in range(3):
                 for module, data in ((plain, batch), (model, batch[rank * 8 :][:8])):
@@ -226,6 +304,94 @@ def test_ddp_trains_the_same_replicas_on_all_hosts():
                 replicas = [torch.empty_like(mine) for _ in range(world)]
                 dist.all_gather(replicas, mine.detach())
                 assert all(torch.equal(replica, replicas[0]) for replica in replicas)
+            trained.append(
+                torch.cat([parameter.detach().flatten() for parameter in net.parameters()])
+            )
+        exact, by_group, by_argument = trained
+        assert torch.equal(by_group, by_argument)  # large gradients are rounded
+        assert not torch.equal(exact, by_argument)
         dist.destroy_process_group()
 
     run_ranks(4, check, timeout=60)
+
+
+def test_ddp_between_hosts_weighs_ranks_and_plans_smaller_buckets():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        join(rank, [0, 0, 1, 1])
+        torch.manual_seed(0)
+        net = torch.nn.Linear(64, 100)
+        model = paceline.DistributedDataParallel(net)
+        batches = torch.randn(world, 8, 64, generator=torch.Generator().manual_seed(1))
+        for counts in ([2, 2, 2, 2], [1, 2, 3, 4], [0, 5, 3, 8]):
+            model.zero_grad()
+            whole = torch.cat([batch[:n] for batch, n in zip(batches, counts, strict=True)])
+            wanted = torch.autograd.grad(net(whole).square().mean(), list(net.parameters()))
+            part = batches[rank][: counts[rank]]
+            with model.count(counts[rank]):
+                loss = model(part).square()
+            (loss.mean() if counts[rank] else loss.sum()).backward()
+            for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+                torch.testing.assert_close(parameter.grad, gradient)
+        assert model.reducer.limits.bytes == (1 << 20, 8 << 20)
+        chosen = paceline.DistributedDataParallel(net, bucket_cap_mb=3)
+        assert chosen.reducer.limits.bytes == (3 << 20,)
+        dist.destroy_process_group()
+
+    run_ranks(4, check, timeout=60)
+
+
+def test_ddp_refuses_a_wire_dtype_that_would_mean_nothing():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        join(rank, [0, 1])
+        rounds = {"wire_dtype": torch.bfloat16}
+        net = torch.nn.Linear(4, 4)
+        gloo = dist.new_group(backend="gloo")
+        with pytest.raises(
+            paceline.ConfigError, match="group of backend paceline, got one of gloo"
+        ):
+            paceline.DistributedDataParallel(net, process_group=gloo, **rounds)
+        with pytest.raises(paceline.ConfigError, match="the model is on meta"):
+            paceline.DistributedDataParallel(net.to("meta"), init_sync=False, **rounds)
+        net = torch.nn.Linear(4, 4)
+        with pytest.raises(paceline.MismatchError, match=r"wire_dtype"):
+            paceline.DistributedDataParallel(net, **(rounds if rank else {}))
+        model = paceline.DistributedDataParallel(net, **rounds)
+        with pytest.raises(paceline.ConfigError, match="give one of the two"):
+            model.register_comm_hook(None, lambda state, bucket: None)
+        with pytest.raises(paceline.ConfigError, match="got one of gloo"):
+            model._update_process_group(gloo)
+        dist.destroy_process_group()
+
+    run_ranks(2, check, timeout=60)
+
+
+def test_on_one_host_a_wire_dtype_changes_nothing():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        init_group("paceline")
+        gradients = []
+        for arguments in ({}, {"wire_dtype": torch.bfloat16}):
+            torch.manual_seed(0)
+            net = torch.nn.Sequential(torch.nn.Linear(64, 100), torch.nn.Linear(100, 1))
+            model = paceline.DistributedDataParallel(net, **arguments)
+            batch = torch.randn(8, 64, generator=torch.Generator().manual_seed(rank))
+            model(batch).square().mean().backward()
+            gradients.append(torch.cat([p.grad.flatten() for p in net.parameters()]))
+        assert torch.equal(*gradients)
+        dist.destroy_process_group()
+
+    run_ranks(2, check, timeout=60)

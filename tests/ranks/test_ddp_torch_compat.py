@@ -314,3 +314,32 @@ def average_in_a_context(rank, world, directory, options, sparse):
 )
 def test_gradients_in_a_context_of_distributed_autograd(ranks, tmp_path, options, sparse):
     ranks(2, average_in_a_context, str(tmp_path), options, sparse)
+
+
+def use_as_torchs_class(rank, world):
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    init_group(os.environ["BACKEND"])
+    model = paceline.DistributedDataParallel(net(rank))
+    assert isinstance(model, Stock)
+    # Names in checkpoints of torch.distributed.checkpoint are those of the module itself.
+    state = get_model_state_dict(model)
+    assert list(state) == list(model.module.state_dict())
+    set_model_state_dict(model, {name: torch.ones_like(value) for name, value in state.items()})
+    assert all(parameter.eq(1).all() for parameter in model.parameters())
+
+
+def test_other_code_takes_it_for_torchs_class(ranks):
+    ranks(2, use_as_torchs_class)
+
+
+def test_nothing_of_torchs_class_is_inherited():
+    """But its identity: what would read its own attributes is overridden."""
+    harmless = {"train"}  # calls Module.train
+    ours = paceline.DistributedDataParallel
+    inherited = {
+        name
+        for name, value in vars(Stock).items()
+        if not name.startswith("_") and getattr(ours, name) is value
+    }
+    assert inherited == harmless

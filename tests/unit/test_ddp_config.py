@@ -28,7 +28,11 @@ def test_it_is_frozen():
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"average": "mean"}, "average must be"), ({"on_error": "retry"}, "on_error must be")],
+    [
+        ({"average": "mean"}, "average must be"),
+        ({"on_error": "retry"}, "on_error must be"),
+        ({"wire_dtype": torch.float16}, "wire_dtype must be torch.bfloat16 or None"),
+    ],
 )
 def test_wrong_values_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):

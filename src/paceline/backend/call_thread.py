@@ -1,28 +1,56 @@
 """`CallThread`: runs the calls of one group, one after the other, in the order they were made.
 
-Gloo's waits cannot be interrupted, a wait for another thread can: so all calls run here, and a
-program that waits for one of them still gets its signals.
+Gloo's waits cannot be interrupted, a wait for another thread can: so calls that wait for Gloo run
+here, and a program that waits for one of them still gets its signals. For the same reason a call
+can be given up that waits for a rank which others know to be lost. Other calls may run on the
+thread that makes them, if it is their turn.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from paceline.core.abi import ANY_SOURCE
 from paceline.errors import GroupAborted
 
-__all__ = ["CallThread", "CallTicket"]
+__all__ = ["CallThread", "CallTicket", "GivingUp"]
+
+# How often a call that waits asks whether it is given up.
+_LOOK_S = 0.02
+# For how long it is continued all the same.
+_UNDER_WAY_S = 0.1
+# How long it may take to end.
+_GIVE_UP_S = 2.0
+
+
+@dataclasses.dataclass(frozen=True)
+class GivingUp:
+    """`is_due` is asked again and again while somebody waits for a call; `end_calls` makes it
+    end.
+    """
+
+    is_due: Callable[[], bool]
+    end_calls: Callable[[], None]
 
 
 class CallTicket:
-    """A call that waits for its turn, runs, or has ended. It ends by itself at its deadline."""
+    """A call that waits for its turn, runs, or has ended. It ends by itself at its deadline.
+
+    Args:
+        step: what it does.
+        giving_up: when and how, if ever, those who wait for it give it up.
+    """
 
     source = ANY_SOURCE
 
-    def __init__(self, step: Callable[[], None]) -> None:
-        self._step: Callable[[], None] | None = step
+    def __init__(self, step: Callable[[], object], giving_up: GivingUp | None = None) -> None:
+        self._step: Callable[[], object] | None = step
+        self._giving_up = giving_up
         self._error: BaseException | None = None
         self._ended = threading.Lock()  # held until the call has ended
         self._ended.acquire()
@@ -50,11 +78,27 @@ class CallTicket:
 
     def wait(self, timeout_ns: int = -1) -> bool:
         """Signals are handled meanwhile: what a handler raises is raised here."""
-        if not self.has_ended(-1 if timeout_ns < 0 else timeout_ns / 1e9):
+        within_s = -1 if timeout_ns < 0 else timeout_ns / 1e9
+        if self._giving_up is not None:
+            self._wait_unless_given_up(self._giving_up, within_s)
+            within_s = 0
+        if not self.has_ended(within_s):
             return False
         if self._error is not None:
             raise self._error
         return True
+
+    def _wait_unless_given_up(self, giving_up: GivingUp, within_s: float) -> None:
+        deadline = math.inf if within_s < 0 else time.monotonic() + within_s
+        while not self.has_ended(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
+            if giving_up.is_due():
+                # What a rank has sent before it ended may be under way.
+                if not self.has_ended(_UNDER_WAY_S):
+                    giving_up.end_calls()
+                    self.has_ended(_GIVE_UP_S)
+                    raise GroupAborted("the ranks of this group have changed during a call")
+            elif time.monotonic() >= deadline:
+                return
 
     def has_ended(self, within_s: float) -> bool:
         """Whether it ends within that time, well or not; a negative time is no limit."""
@@ -68,24 +112,47 @@ class CallTicket:
 
 
 class CallThread:
-    """Started by the first call."""
+    """Started by the first call. `giving_up`: see `CallTicket`."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, giving_up: GivingUp | None = None) -> None:
+        self._name, self._giving_up = name, giving_up
         self._queue: queue.SimpleQueue[CallTicket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
+        self._turn = threading.Lock()  # held while a call runs
+        self._unfinished = 0  # calls that wait for their turn or run; changed with the lock held
 
-    def start(self, step: Callable[[], None]) -> CallTicket:
+    def run_here(self, step: Callable[[], object]) -> bool:
+        """Run `step` on this thread, unless another call comes first or this one may have to be
+        given up: then False.
+        """
+        if self._giving_up is not None:
+            return False
+        with self._lock:
+            if self._unfinished or self._closing:
+                return False
+            self._unfinished = 1
+        try:
+            with self._turn:
+                step()
+        finally:
+            self._finish()
+        return True
+
+    def _finish(self) -> None:
+        with self._lock:
+            self._unfinished -= 1
+
+    def start(self, step: Callable[[], object]) -> CallTicket:
         """Run `step` when it is its turn."""
-        ticket = CallTicket(step)
-        if self._thread is None:
-            with self._lock:
-                if self._thread is None:
-                    self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-                    self._thread.start()
-        self._queue.put(ticket)
+        ticket = CallTicket(step, self._giving_up)
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._unfinished += 1
+            self._queue.put(ticket)
         return ticket
 
     def close(self) -> None:
@@ -98,8 +165,10 @@ class CallThread:
 
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:
-            if self._closing:
-                ticket.cancel()
-            else:
-                ticket.run()
+            with self._turn:
+                if self._closing:
+                    ticket.cancel()
+                else:
+                    ticket.run()
+            self._finish()
             del ticket  # a thread that waits for the next call keeps nothing of the last

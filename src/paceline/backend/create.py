@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
@@ -14,17 +15,16 @@ from paceline.backend.device_backends import other_backends
 from paceline.backend.engine import Engine
 from paceline.backend.group_options import GroupOptions
 from paceline.backend.host_engine import HostEngine
+from paceline.backend.host_placement import Placement
 from paceline.backend.process_group import PacelineGroup
 from paceline.core import Communicator, host_identity, native_status, store_exchange
 from paceline.core.store_exchange import AbandonableStore, exchange
 from paceline.errors import ConfigError, MismatchError
 
-__all__ = ["FormedGroup", "create_group", "form_group"]
+__all__ = ["FormedGroup", "GroupWatch", "create_group", "form_group"]
 
 _NO_CORE = "none"
 _SPIN_NS_SEVERAL_HOSTS = 5_000
-# What ranks meet through, given the store that was made for it.
-_Meeting = Callable[[Store], store_exchange.Store]
 
 
 class FormedGroup:
@@ -36,8 +36,21 @@ class FormedGroup:
         self.group = group
 
 
+@dataclasses.dataclass(frozen=True)
+class GroupWatch:
+    """What others know about a group. Both are asked again and again.
+
+    `is_obsolete`: the group is not worth being formed any more. `is_broken`: it has lost ranks, and
+    on several hosts nobody waits in its calls from then on; inside a host they notice by
+    themselves.
+    """
+
+    is_obsolete: Callable[[], bool]
+    is_broken: Callable[[], bool]
+
+
 def form_group(
-    store: Store, rank: int, size: int, timeout: timedelta, is_obsolete: Callable[[], bool]
+    store: Store, rank: int, size: int, timeout: timedelta, watch: GroupWatch
 ) -> FormedGroup:
     """Meet the other ranks of a group, unless it becomes obsolete before all have come.
 
@@ -52,7 +65,7 @@ def form_group(
         size,
         timeout,
         GroupOptions(),
-        lambda made: AbandonableStore(made, is_obsolete),
+        watch,
     )
     if not isinstance(group, PacelineGroup):
         raise ConfigError(
@@ -82,7 +95,7 @@ def _join(
     size: int,
     timeout: timedelta,
     group_options: GroupOptions,
-    meeting: _Meeting = lambda store: store,
+    watch: GroupWatch | None = None,
 ) -> PacelineGroup | ProcessGroupGloo:
     mine = _host()
 
@@ -91,7 +104,7 @@ def _join(
         return int(pid) if host == mine else None
 
     answers = exchange(
-        meeting(store),
+        _meeting(store, watch),
         "host",
         rank,
         range(size),
@@ -105,9 +118,14 @@ def _join(
     if _NO_CORE in hosts:
         return _gloo(store, rank, size, timeout)
     pids = {r: int(answers[r].split()[1]) for r in range(size)}
-    engine = _engine(store, rank, hosts, pids, timeout, group_options, meeting)
+    engine = _engine(store, rank, hosts, pids, timeout, group_options, watch)
     split = functools.partial(_join_split, store, rank, group_options)
     return PacelineGroup(store, rank, size, engine, timeout, split)
+
+
+def _meeting(store: Store, watch: GroupWatch | None) -> store_exchange.Store:
+    """What ranks meet through."""
+    return store if watch is None else AbandonableStore(store, watch.is_obsolete)
 
 
 def _check_wire_dtypes(given: dict[int, str]) -> None:
@@ -145,13 +163,13 @@ def _engine(
     pids: dict[int, int],
     timeout: timedelta,
     group_options: GroupOptions,
-    meeting: _Meeting,
+    watch: GroupWatch | None,
 ) -> Engine:
     distinct = list(dict.fromkeys(hosts))
     local = [r for r, host in enumerate(hosts) if host == hosts[rank]]
     local_store = PrefixStore(f"{distinct.index(hosts[rank])}/", store)
     comm = Communicator.join(
-        meeting(local_store),
+        _meeting(local_store, watch),
         rank,
         local,
         timeout,
@@ -161,10 +179,20 @@ def _engine(
     )
     if len(distinct) == 1:
         return HostEngine(comm)
+    from paceline.backend.abandonable_links import connect_unless_obsolete
+    from paceline.backend.multi_host_call import Links
     from paceline.backend.multi_host_engine import MultiHostEngine
 
-    host_of = [distinct.index(host) for host in hosts]
-    return MultiHostEngine(store, rank, host_of, comm, timeout, group_options)
+    placement = Placement.of(rank, [distinct.index(host) for host in hosts])
+    try:
+        if watch is None:
+            links = Links(store, placement, comm, timeout)
+            return MultiHostEngine(store, links, timeout, group_options)
+        links = connect_unless_obsolete(store, placement, comm, timeout, watch.is_obsolete)
+        return MultiHostEngine(store, links, timeout, group_options, watch.is_broken)
+    except BaseException:
+        comm.leave()
+        raise
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:

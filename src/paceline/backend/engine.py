@@ -22,12 +22,19 @@ class Reduction:
     """An operation (`Op`) and, for PREMUL_SUM, its factor.
 
     A tensor of factors is applied by the process group; an engine only ever sees a number.
+    `wire_dtype`: the type in which sums of float32 travel between hosts, if not the group's.
     """
 
-    __slots__ = ("code", "factor", "scalar")
+    __slots__ = ("code", "factor", "scalar", "wire_dtype")
 
-    def __init__(self, code: int, factor: float | torch.Tensor = 1.0) -> None:
+    def __init__(
+        self,
+        code: int,
+        factor: float | torch.Tensor = 1.0,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         self.code = code
+        self.wire_dtype = wire_dtype
         self.factor = factor
         self.scalar = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
 

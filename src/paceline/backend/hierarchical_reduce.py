@@ -18,14 +18,19 @@ rank runs 1 for block k and 2 and 3 for block k - _DEPTH.
 With two hosts each sends its whole sum, which is as little as any algorithm can do, in one step.
 With more, slices are cut into a piece per host: each host sums its own piece in step 2 and sends
 the sum to all others, which takes one more step and, for any number of hosts, no more than twice
-the slice. Short slices go whole.
+the slice. Where the bytes that this saves take less time than the step, slices go whole.
 
-A short tensor has no slices: the host's sum is taken by every rank, and every lane sends all of it.
-That saves step 3.
+A short tensor goes whole through one lane: the first rank of a host takes the host's sum, exchanges
+it and gives its other ranks the result. What a message costs is more than its bytes, and the other
+ranks need not be woken for them.
 
-Every sum is done by the core in an order that depends on the placement alone, so all ranks get the
-same bits, in every run. With a `wire_dtype` the hosts' sums are rounded to it, one's own included,
-and added in the type of the tensor.
+How long blocks are and whether there are pieces depends on how fast the links are, which is
+measured once (`link_speed`). It changes no bits: every sum is done by the core, in an order that
+depends on the placement alone, so all ranks get the same bits, in every run. Gloo's own all-reduce
+adds in another order, and is no choice for that reason.
+
+With a `wire_dtype` the hosts' sums of tensors that are not short are rounded to it, one's own
+included, and added in the type of the tensor.
 """
 
 from __future__ import annotations
@@ -38,29 +43,37 @@ import torch
 
 from paceline.backend.engine import SUM, Reduction
 from paceline.backend.host_engine import core_dtype
-from paceline.backend.lane import LaneMessage
+from paceline.backend.host_placement import cut_range
+from paceline.backend.lane import LaneMessage, message_capacity
+from paceline.backend.link_speed import LinkSpeed
 from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core import abi
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES, Op
 
-__all__ = ["ReducePlan", "reduce_hierarchically"]
+__all__ = ["ReducePlan", "is_short", "reduce_hierarchically", "wire_dtype_of"]
 
 _DEPTH = 2
+# Up to the first a tensor is short, and up to the second if a host sends no more in all.
 _SHORT_BYTES = 8 << 10
+_SHORT_SENT_BYTES = 128 << 10
+# Each further block costs about a millisecond of hand-overs, which is hidden while the one before
+# is on its way. On slow links blocks of the first length are long enough for that; on fast ones,
+# where less is hidden, they are longer.
 _MIN_SLICE_BYTES = 256 << 10
+_FAST_MIN_SLICE_BYTES = 512 << 10
+_BLOCK_S = 4e-3
 _MAX_SLICE_BYTES = 1 << 20
-_BLOCKS_WANTED = 4
-# Above, slices go to more than two hosts in pieces.
+_BLOCKS_WANTED = 2
+# With a wire_dtype a piece is rounded twice, so whether there are pieces may not depend on what was
+# measured: above this length of a slice.
 _MAX_WHOLE_BYTES = 16 << 10
-# torch works on less than this without its pool of threads.
-_SERIAL_NUMEL = 32768
 _LINE_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
 class ReducePlan:
-    """How `count` elements are cut. Pure, and the same on all ranks."""
+    """How `count` elements are cut. Pure, and the same on all ranks. `lanes`: those spoken on."""
 
     count: int
     element_bytes: int
@@ -70,16 +83,39 @@ class ReducePlan:
     in_pieces: bool
 
     @classmethod
-    def of(cls, count: int, element_bytes: int, lanes: int, hosts: int) -> ReducePlan:
-        wanted = -(-count * element_bytes // lanes // _BLOCKS_WANTED)
-        slice_bytes = min(max(wanted, _MIN_SLICE_BYTES), _MAX_SLICE_BYTES)
+    def of(
+        cls,
+        count: int,
+        element_bytes: int,
+        wire_bytes: int,
+        lanes: int,
+        hosts: int,
+        link: LinkSpeed | None,
+    ) -> ReducePlan:
+        """For a group that has these lanes; `wire_bytes`: of an element on its way. `link` is not
+        needed for a short tensor.
+        """
+        nbytes = count * element_bytes
+        if is_short(nbytes, hosts):
+            return cls(count, element_bytes, 1, hosts, count, in_pieces=False)
+        assert link is not None
+        in_pieces = hosts > 2 and (
+            nbytes > _MAX_WHOLE_BYTES * lanes
+            if wire_bytes < element_bytes
+            else _pieces_are_faster(nbytes, hosts, link)
+        )
+        on_its_way = int(link.bytes_per_s * _BLOCK_S) // lanes
+        at_least = min(max(on_its_way, _MIN_SLICE_BYTES), _FAST_MIN_SLICE_BYTES)
+        wanted = -(-nbytes // lanes // _BLOCKS_WANTED)
+        slice_bytes = min(max(wanted, at_least * element_bytes // wire_bytes), _MAX_SLICE_BYTES)
+        if not in_pieces:
+            slice_bytes = min(slice_bytes, message_capacity(hosts))
         slice_bytes = -(-slice_bytes // _LINE_BYTES) * _LINE_BYTES
-        in_pieces = hosts > 2 and count * element_bytes > _MAX_WHOLE_BYTES * lanes
         return cls(count, element_bytes, lanes, hosts, slice_bytes // element_bytes, in_pieces)
 
     @property
     def is_short(self) -> bool:
-        return self.count * self.element_bytes <= _SHORT_BYTES
+        return is_short(self.count * self.element_bytes, self.hosts)
 
     @property
     def blocks(self) -> int:
@@ -89,35 +125,46 @@ class ReducePlan:
         """Where the slice of each lane begins and how long it is, in elements."""
         start = block * self.slice_count * self.lanes
         count = min(self.slice_count * self.lanes, self.count - start)
-        return _cut(start, count, self.lanes)
+        return cut_range(start, count, self.lanes)
 
     def pieces(self, count: int) -> list[tuple[int, int]]:
         """The same for each host's piece of a slice."""
-        return _cut(0, count, self.hosts)
+        return cut_range(0, count, self.hosts)
 
 
-def _cut(start: int, count: int, parts: int) -> list[tuple[int, int]]:
-    """Cut a range into parts as equal as can be, longer ones first."""
-    length = -(-count // parts)
-    return [
-        (start + min(part * length, count), max(min(length, count - part * length), 0))
-        for part in range(parts)
-    ]
+def _pieces_are_faster(nbytes: int, hosts: int, link: LinkSpeed) -> bool:
+    """Whether the bytes that pieces save take longer than the step they add."""
+    saved = nbytes * (hosts - 1) * (1 - 2 / hosts)
+    return saved / link.bytes_per_s > link.latency_s
+
+
+def is_short(nbytes: int, hosts: int) -> bool:
+    """Whether a tensor goes whole through one lane."""
+    return nbytes <= max(_SHORT_BYTES, _SHORT_SENT_BYTES // (hosts - 1))
+
+
+def wire_dtype_of(
+    tensor: torch.Tensor, op: Reduction, wire_dtype: torch.dtype | None
+) -> torch.dtype:
+    """The type in which hosts' sums travel in a group with this `wire_dtype`."""
+    rounds = wire_dtype is not None and tensor.dtype == torch.float32 and op.code in _ADDING
+    return wire_dtype if rounds and wire_dtype is not None else tensor.dtype
 
 
 def reduce_hierarchically(
-    call: MultiHostCall, tensor: torch.Tensor, op: Reduction, wire_dtype: torch.dtype | None = None
+    call: MultiHostCall,
+    tensor: torch.Tensor,
+    op: Reduction,
+    plan: ReducePlan,
+    wire_dtype: torch.dtype,
 ) -> None:
     """Reduce a contiguous tensor over all ranks, in place."""
-    placement = call.placement
-    plan = ReducePlan.of(tensor.numel(), tensor.element_size(), placement.lanes, placement.hosts)
     if plan.count == 0:
         call.agree()
     elif plan.is_short:
         _ShortReduction(call, tensor, op).run()
     else:
-        rounds = wire_dtype is not None and tensor.dtype == torch.float32 and op.code in _ADDING
-        _BlockReduction(call, tensor, op, plan, wire_dtype if rounds else None).run()
+        _BlockReduction(call, tensor, op, plan, wire_dtype).run()
 
 
 _ADDING = (Op.SUM, Op.AVG, Op.PREMUL_SUM)
@@ -165,43 +212,42 @@ class _Reduction:
 
 
 class _ShortReduction(_Reduction):
-    """Every rank takes its host's sum, and every lane sends it."""
+    """The first rank of each host takes the host's sum, sends it, and has the result first."""
 
     def run(self) -> None:
-        call, placement = self._call, self._placement
-        nbytes = self._tensor.numel() * self._element
-        if not placement.has_lane:
-            own = self._tensor.clone()
-            self._run_local(own.data_ptr())
-        else:
-            lane = call.links.lane
-            message = lane.outgoing(call.header, call.left())
-            C.memmove(message.address, self._address, nbytes)
-            self._run_local(message.address)
-            lane.send(message, nbytes, placement.other_hosts)
-            shares = [received.address for received in call.receive_first()]
-            shares.insert(placement.host, message.address)
-            self._sum_hosts(self._address, shares, self._tensor.numel())
-            call.received()
-        if not placement.all_have_lanes:
-            self._give_to_ranks_without_lane(nbytes)
+        call, count = self._call, self._tensor.numel()
+        if not call.speaks:
+            self._reduce_to_first(None)
+            self._broadcast_from_first()
+            return
+        lane = call.links.lane
+        message = lane.outgoing(call.header, call.left())
+        self._reduce_to_first(message.address)
+        lane.send(message, count * self._element, self._placement.other_hosts)
+        shares = [received.address for received in call.receive_first()]
+        shares.insert(self._placement.host, message.address)
+        self._sum_hosts(self._address, shares, count)
+        if not call.all_speak:
+            self._broadcast_from_first()
+        call.received()
 
-    def _run_local(self, address: int) -> None:
+    def _reduce_to_first(self, output: int | None) -> None:
         op = self._arithmetic.inside
         self._call.run_first_local(
             Request(
-                kind=Kind.ALLREDUCE,
+                kind=Kind.REDUCE,
                 dtype=self._dtype,
                 op=op.code,
-                root=-1,
+                root=0,
                 count=self._tensor.numel(),
-                input=address,
-                output=address,
+                input=self._address,
+                output=output,
                 factor=op.scalar,
             )
         )
 
-    def _give_to_ranks_without_lane(self, nbytes: int) -> None:
+    def _broadcast_from_first(self) -> None:
+        nbytes = self._tensor.numel() * self._element
         request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=0, count=nbytes)
         request.input = request.output = self._address
         self._call.run_local(request)
@@ -216,18 +262,21 @@ class _BlockReduction(_Reduction):
         tensor: torch.Tensor,
         op: Reduction,
         plan: ReducePlan,
-        wire_dtype: torch.dtype | None,
+        wire_dtype: torch.dtype,
     ) -> None:
         super().__init__(call, tensor, op)
         self._plan = plan
+        self._flat = tensor.view(-1)
         self._lane_index = self._placement.local_index
-        self._wire_dtype = wire_dtype or tensor.dtype
-        self._rounds = wire_dtype is not None
+        self._wire_dtype = wire_dtype
+        self._rounds = wire_dtype != tensor.dtype
         self._wire_element = self._wire_dtype.itemsize
         # What this rank sent of the blocks under way.
         self._sent: dict[int, LaneMessage] = {}
-        # This rank's slices of the blocks under way: the host's sum, then that of all.
-        self._slices = _workspace(call, (2 * _DEPTH + 1, plan.slice_count), tensor.dtype)
+        # The host's sums of this rank's slices: not in the tensor, which changes only when it is
+        # known that all hosts make this call.
+        under_way = _DEPTH + 1 if plan.in_pieces else 1
+        self._sums = _workspace(call, (under_way, plan.slice_count), tensor.dtype)
 
     def run(self) -> None:
         distributing = 2 * _DEPTH if self._plan.in_pieces else _DEPTH
@@ -239,33 +288,38 @@ class _BlockReduction(_Reduction):
             if step >= distributing:
                 self._distribute(step - distributing)
 
-    def _slice_of(self, block: int) -> torch.Tensor:
-        """Memory of this rank for a slice under way."""
-        return self._slices[block % len(self._slices)]
+    def _sum_of(self, block: int) -> torch.Tensor:
+        """Memory of this rank for the host's sum of a slice."""
+        return self._sums[block % len(self._sums)]
+
+    def _own_slice(self, block: int) -> torch.Tensor:
+        """This rank's slice of the tensor. No other rank reads it: the result is put there."""
+        start, count = self._plan.slices(block)[self._lane_index]
+        return self._flat[start : start + count]
 
     # --- 1. contribute ----------------------------------------------------------------------------
     def _contribute(self, block: int) -> None:
         slices = self._plan.slices(block)
-        if not self._placement.has_lane:
+        if not self._call.speaks:
             self._reduce_scatter(block, slices, None)
             return
         count = slices[self._lane_index][1]
         lane, call = self._call.links.lane, self._call
         if self._plan.in_pieces:
-            mine = self._slice_of(block)
+            mine = self._sum_of(block)
             self._reduce_scatter(block, slices, mine.data_ptr())
             pieces = self._plan.pieces(count)
             for host in self._placement.other_hosts:
                 start, length = pieces[host]
                 message = lane.outgoing(call.header, call.left())
-                self._on_wire(message, length).copy_(mine[start : start + length])
+                self._put_on_wire(message, mine[start : start + length])
                 lane.send(message, length * self._wire_element, [host])
             return
         message = lane.outgoing(call.header, call.left())
         if self._rounds:
-            mine = self._slice_of(block)
+            mine = self._sum_of(block)
             self._reduce_scatter(block, slices, mine.data_ptr())
-            _convert(self._on_wire(message, count), mine[:count])
+            self._core.plc_round_to_bf16(message.address, mine.data_ptr(), count)
         else:
             self._reduce_scatter(block, slices, message.address)
         lane.send(message, count * self._wire_element, self._placement.other_hosts)
@@ -303,25 +357,22 @@ class _BlockReduction(_Reduction):
             (C.c_uint64 * ranks)(*(count * unit for _, count in slices)),
         )
 
+    def _put_on_wire(self, message: LaneMessage, data: torch.Tensor) -> torch.Tensor:
+        return self._on_wire(message, data.numel()).copy_(data)
+
     def _on_wire(self, message: LaneMessage, count: int) -> torch.Tensor:
         return message.data(count * self._wire_element).view(self._wire_dtype)
 
     # --- 2. combine -------------------------------------------------------------------------------
     def _combine(self, block: int) -> None:
-        if not self._placement.has_lane:
+        if not self._call.speaks:
             return
-        count = self._plan.slices(block)[self._lane_index][1]
+        out = self._own_slice(block)
         received = self._receive(block)
         if self._plan.in_pieces:
-            self._combine_piece(block, count, received)
-        elif self._rounds:
-            shares = [self._on_wire(message, count) for message in received]
-            shares.insert(self._placement.host, self._on_wire(self._sent.pop(block), count))
-            self._add_rounded(self._slice_of(block)[:count], shares)
+            self._combine_piece(block, out, received)
         else:
-            shares_at = [message.address for message in received]
-            shares_at.insert(self._placement.host, self._sent.pop(block).address)
-            self._sum_hosts(self._slice_of(block).data_ptr(), shares_at, count)
+            self._add_shares(out, received, self._sent.pop(block).address)
         self._call.received()
 
     def _receive(self, block: int) -> list[LaneMessage]:
@@ -330,52 +381,50 @@ class _BlockReduction(_Reduction):
             return call.receive_first()
         return [call.links.lane.receive(host, call.left()) for host in self._placement.other_hosts]
 
-    def _combine_piece(self, block: int, count: int, received: list[LaneMessage]) -> None:
+    def _combine_piece(
+        self, block: int, out: torch.Tensor, received: Sequence[LaneMessage]
+    ) -> None:
         """Sum this host's piece of the slice, and send the sum to the other hosts."""
-        start, length = self._plan.pieces(count)[self._placement.host]
-        mine = self._slice_of(block)[start : start + length]
+        start, length = self._plan.pieces(out.numel())[self._placement.host]
+        mine = self._sum_of(block)[start : start + length]
+        total = out[start : start + length]
         lane, call = self._call.links.lane, self._call
         message = lane.outgoing(call.header, call.left())
-        on_wire = self._on_wire(message, length)
+        rounded = mine.to(self._wire_dtype)  # nothing new where they are not
+        self._add_shares(total, received, rounded.data_ptr())
+        on_wire = self._put_on_wire(message, total)
         if self._rounds:
-            on_wire.copy_(mine)
-            shares = [self._on_wire(other, length) for other in received]
-            shares.insert(self._placement.host, on_wire.clone())
-            self._add_rounded(mine, shares)
-            on_wire.copy_(mine)
-            mine.copy_(on_wire)
-        else:
-            shares_at = [other.address for other in received]
-            shares_at.insert(self._placement.host, mine.data_ptr())
-            self._sum_hosts(mine.data_ptr(), shares_at, length)
-            on_wire.copy_(mine)
+            total.copy_(on_wire)
         lane.send(message, length * self._wire_element, self._placement.other_hosts)
 
-    def _add_rounded(self, out: torch.Tensor, shares: Sequence[torch.Tensor]) -> None:
-        for parts in zip(*(t.split(_SERIAL_NUMEL) for t in (out, *shares)), strict=True):
-            total, first, *others = parts
-            total.copy_(first)
-            for other in others:
-                total.add_(other)
+    def _add_shares(self, out: torch.Tensor, received: Sequence[LaneMessage], mine: int) -> None:
+        """Put the sum of the other hosts' shares and this one's, at address `mine`, into `out`."""
+        shares = [message.address for message in received]
+        shares.insert(self._placement.host, mine)
+        if not self._rounds:
+            self._sum_hosts(out.data_ptr(), shares, out.numel())
+            return
+        pointers = (C.c_void_p * len(shares))(*shares)
+        self._core.plc_sum_of_bf16(out.data_ptr(), pointers, len(shares), out.numel())
         self._average(out.data_ptr(), out.numel())
 
     # --- 3. distribute ----------------------------------------------------------------------------
     def _distribute(self, block: int) -> None:
         slices = self._plan.slices(block)
         request = Request(kind=Kind.ALLGATHER, dtype=BYTES, root=-1)
-        if self._placement.has_lane:
-            count = slices[self._lane_index][1]
+        if self._call.speaks:
+            mine = self._own_slice(block)
             if self._plan.in_pieces:
-                self._receive_pieces(block, count)
-            request.count = count * self._element
-            request.input = self._slice_of(block).data_ptr()
+                self._receive_pieces(mine)
+            request.count = mine.numel() * self._element
+            request.input = self._address + slices[self._lane_index][0] * self._element
         request.outputs, request.out_counts = self._table(slices, self._element)
         self._call.run_local(request)
 
-    def _receive_pieces(self, block: int, count: int) -> None:
+    def _receive_pieces(self, mine: torch.Tensor) -> None:
         """The other hosts' sums of their pieces."""
         lane, call = self._call.links.lane, self._call
-        mine, pieces = self._slice_of(block), self._plan.pieces(count)
+        pieces = self._plan.pieces(mine.numel())
         for host in self._placement.other_hosts:
             start, length = pieces[host]
             message = lane.receive(host, call.left())
@@ -386,8 +435,3 @@ class _BlockReduction(_Reduction):
 def _workspace(call: MultiHostCall, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     memory = call.links.workspace(shape[0] * shape[1] * dtype.itemsize)
     return memory.view(dtype).view(shape)
-
-
-def _convert(out: torch.Tensor, data: torch.Tensor) -> None:
-    for to, part in zip(out.split(_SERIAL_NUMEL), data.split(_SERIAL_NUMEL), strict=True):
-        to.copy_(part)

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from functools import cached_property
 
-__all__ = ["Placement"]
+__all__ = ["Placement", "cut_range"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,3 +64,14 @@ class Placement:
     def all_have_lanes(self) -> bool:
         """Whether all ranks of this host are in lanes."""
         return len(self.local) == self.lanes
+
+
+def cut_range(start: int, count: int, parts: int) -> list[tuple[int, int]]:
+    """Where each part of a range begins and how long it is: as equal as can be, longer ones
+    first.
+    """
+    length = -(-count // parts)
+    return [
+        (start + min(part * length, count), max(min(length, count - part * length), 0))
+        for part in range(parts)
+    ]

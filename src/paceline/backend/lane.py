@@ -1,6 +1,6 @@
 """`Lane`: this rank's connections to the ranks of its lane, one on each other host, over Gloo.
 
-A lane carries messages: a header, and up to `capacity` bytes. Between two hosts they arrive in the
+A lane carries messages: a header, and data up to a limit. Between two hosts they arrive in the
 order in which they were sent. Every receive is posted before its message comes, into a buffer that
 any message fits in: Gloo would hold a message back until the receiver has posted its size, a round
 trip for each, and would end the process when one is longer than expected.
@@ -14,6 +14,8 @@ from __future__ import annotations
 import collections
 import contextlib
 import ctypes as C
+import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,17 +25,31 @@ import torch
 from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store, Work
 from paceline.backend.host_placement import Placement
 from paceline.core.abi import CallRecord
+from paceline.errors import GroupError
 
-__all__ = ["HEADER_BYTES", "Lane", "LaneMessage", "MessageHeader"]
+__all__ = [
+    "HEADER_BYTES",
+    "Lane",
+    "LaneMessage",
+    "MessageHeader",
+    "connect",
+    "disconnect",
+    "message_capacity",
+]
 
 HEADER_BYTES = 64
 _TAG = 1
 _NEVER_SENT_TAG = 2
 # Receives that are posted ahead for each host, and messages that may be on their way.
-_POSTED = 4
+_POSTED = 5
 _MAX_CAPACITY = 1 << 20
 _MIN_CAPACITY = 1 << 16
 _CLOSE_LIMIT = timedelta(seconds=5)
+
+
+def message_capacity(hosts: int) -> int:
+    """How many bytes of data a message has at most, between so many hosts."""
+    return min(max(2 * _MAX_CAPACITY // (hosts - 1), _MIN_CAPACITY), _MAX_CAPACITY)
 
 
 class MessageHeader(C.Structure):
@@ -68,17 +84,16 @@ class Lane:
         # Connections of their own for each direction. Gloo's thread cannot read from one that
         # another thread writes to, and polls it without a pause until it can.
         self._upwards, self._downwards = (
-            _connect(PrefixStore(f"{direction}/", store), placement, timeout)
+            connect(PrefixStore(f"{direction}/", store), placement.host, placement.hosts, timeout)
             for direction in ("up", "down")
         )
-        self.gloo = self._upwards  # for Gloo's own collectives
-        self.capacity = min(
-            max(2 * _MAX_CAPACITY // len(self._others), _MIN_CAPACITY), _MAX_CAPACITY
-        )
+        self._capacity = message_capacity(placement.hosts)
         self._incoming = {
             host: collections.deque(self._post(host, self._message()) for _ in range(_POSTED))
             for host in self._others
         }
+        # Given back, and not posted again yet.
+        self._free: list[tuple[int, LaneMessage]] = []
         # In the order in which they were sent last.
         self._outgoing = collections.deque(self._message() for _ in range(2 * _POSTED))
 
@@ -89,9 +104,10 @@ class Lane:
         return self._downwards if host > self._host else self._upwards
 
     def _message(self) -> LaneMessage:
-        return LaneMessage(self.capacity)
+        return LaneMessage(self._capacity)
 
     def _post(self, host: int, message: LaneMessage) -> LaneMessage:
+        message.header.call.sequence = 0
         message.works = [self._receives_from(host).recv([message.bytes], host, _TAG)]
         return message
 
@@ -108,16 +124,31 @@ class Lane:
         message.works = [self._sends_to(host).send(data, host, _TAG) for host in hosts]
         self._outgoing.append(message)
 
+    def is_arriving(self, host: int) -> bool:
+        """Whether the next message from a host is here, or its beginning."""
+        return bool(self._incoming[host][0].header.call.sequence)
+
     def receive(self, host: int, timeout: timedelta) -> LaneMessage:
         """The next message from a host, to be given back by `received`."""
-        message = self._incoming[host][0]
-        _await_all(message, timeout)
-        return message
+        self.await_next(host, timeout)
+        return self._incoming[host][0]
+
+    def await_next(self, host: int, timeout: timedelta) -> None:
+        """Wait until the next message from a host is here."""
+        self.post_free()
+        _await_all(self._incoming[host][0], timeout)
 
     def received(self, host: int) -> None:
         """The memory of the last message from a host may be used for another one."""
-        messages = self._incoming[host]
-        messages.append(self._post(host, messages.popleft()))
+        self._free.append((host, self._incoming[host].popleft()))
+
+    def post_free(self) -> None:
+        """Post receives for messages to come. To post one takes as long as to send a message, so it
+        is done by those who wait for another one anyway.
+        """
+        for host, message in self._free:
+            self._incoming[host].append(self._post(host, message))
+        self._free.clear()
 
     def flush(self) -> None:
         """Wait until what was sent has left this process, where the other side takes it."""
@@ -130,14 +161,9 @@ class Lane:
     def disconnect(self) -> None:
         """Close the connections: waits end with an error, here in any thread and on the other
         hosts.
-
-        There is no call for that. But Gloo gives up all connections of a group when a receive takes
-        longer than it may, for example one for which there is no sender.
         """
-        never = [torch.empty(1, dtype=torch.uint8)]
         for gloo in (self._upwards, self._downwards):
-            with contextlib.suppress(RuntimeError):
-                gloo.recv(never, self._others[0], _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
+            disconnect(gloo, self._others[0])
 
     def set_timeout(self, timeout: timedelta) -> None:
         for gloo in (self._upwards, self._downwards):
@@ -145,8 +171,42 @@ class Lane:
 
 
 # Any: torch's stubs of this class have none of its calls.
-def _connect(store: Store, placement: Placement, timeout: timedelta) -> Any:
-    return ProcessGroupGloo(store, placement.host, placement.hosts, timeout=timeout)
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
+    """A Gloo group of ranks on several hosts.
+
+    Raises:
+        GroupError: its ranks cannot reach each other.
+    """
+    try:
+        return ProcessGroupGloo(store, rank, size, timeout=timeout)
+    except RuntimeError as error:
+        raise GroupError(
+            f"no connection between hosts: {error}. {_address_in_use()} Set GLOO_SOCKET_IFNAME on "
+            "every host to its interface that the others reach; this host has "
+            f"{', '.join(name for _, name in socket.if_nameindex())}."
+        ) from error
+
+
+def _address_in_use() -> str:
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return f"Gloo was told to use {interface} here (GLOO_SOCKET_IFNAME)."
+    name = socket.gethostname()
+    try:
+        addresses = {str(info[4][0]) for info in socket.getaddrinfo(name, None)}
+    except OSError:
+        return f"Gloo uses the address of this host's name, but {name} has none."
+    return f"Gloo uses the address of this host's name here: {name} is {', '.join(addresses)}."
+
+
+def disconnect(gloo: Any, peer: int) -> None:
+    """Close all connections of a Gloo group, which has this other rank.
+
+    There is no call for that. But Gloo gives them up when a receive takes longer than it may, for
+    example one for which there is no sender.
+    """
+    never = [torch.empty(1, dtype=torch.uint8)]
+    with contextlib.suppress(RuntimeError):
+        gloo.recv(never, peer, _NEVER_SENT_TAG).wait(timedelta(milliseconds=1))
 
 
 def _await_all(message: LaneMessage, timeout: timedelta) -> None:

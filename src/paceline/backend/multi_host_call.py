@@ -6,6 +6,9 @@ step in shared memory, whose label is derived from the call; those of different 
 of the first messages between them. When calls differ, every rank learns what every other one made,
 and the group can be used afterwards. A call that failed otherwise cannot be resumed on the other
 ranks: the connections are closed, and the group is lost for all.
+
+Not every call needs every lane. Its first `lanes` are spoken on: the ranks in them are its speakers
+and hear from other hosts. The other ranks hear from the first speaker of their own host.
 """
 
 from __future__ import annotations
@@ -13,16 +16,17 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from paceline._torch_internals import PrefixStore, ProcessGroupGloo, Store
+from paceline._torch_internals import PrefixStore, Store, Work
+from paceline.backend.call_thread import CallThread
 from paceline.backend.host_engine import HostEngine, address_of
 from paceline.backend.host_placement import Placement
-from paceline.backend.lane import Lane, LaneMessage, MessageHeader
+from paceline.backend.lane import Lane, LaneMessage, MessageHeader, connect, disconnect
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
 from paceline.core.call_errors import calls_mismatch
@@ -40,6 +44,9 @@ __all__ = ["Links", "MultiHostCall", "is_timeout"]
 
 _RECORD_BYTES = C.sizeof(CallRecord)
 _MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
+# How long the caller of a short call looks for the answer itself: about what it takes to arrive on
+# a fast link. To be woken by Gloo takes two threads, and as long again.
+_NAPS_S = (2e-5,) * 8 + (5e-5,) * 6 + (1e-4,) * 4
 
 
 class Links:
@@ -48,13 +55,16 @@ class Links:
     def __init__(
         self, store: Store, placement: Placement, comm: Communicator, timeout: timedelta
     ) -> None:
+        self.placement = placement
         self.local = HostEngine(comm)
         self._is_open = True
+        self._another_rank = (placement.rank + 1) % placement.size
         # Any: torch's stubs of this class have none of its collectives.
-        self._all: Any = ProcessGroupGloo(
-            PrefixStore("everyone/", store), placement.rank, placement.size, timeout=timeout
+        self._all: Any = connect(
+            PrefixStore("everyone/", store), placement.rank, placement.size, timeout
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)
+        self._waiting = CallThread("paceline-hosts-wait")
         self._lane: Lane | None = None
         if placement.has_lane:
             lane_store = PrefixStore(f"lane{placement.local_index}/", store)
@@ -77,6 +87,20 @@ class Links:
             self._workspace = torch.empty(nbytes, dtype=torch.uint8)
         return self._workspace[:nbytes]
 
+    def await_arrival(self, host: int, timeout: timedelta) -> None:
+        """Wait for the next message of a host. Signals are handled meanwhile."""
+        lane = self.lane
+        lane.post_free()
+        for nap in _NAPS_S:
+            if lane.is_arriving(host):
+                return
+            time.sleep(nap)
+        self.run_on_waiting_thread(lambda: lane.await_next(host, timeout))
+
+    def run_on_waiting_thread(self, wait: Callable[[], object]) -> None:
+        """Wait for Gloo, on behalf of a thread that gets signals."""
+        self._waiting.start(wait).wait()
+
     def _check_open(self) -> None:
         if not self._is_open:
             raise GroupAborted(
@@ -94,12 +118,16 @@ class Links:
     def disconnect(self) -> None:
         """Close the connections after a failure: ranks on other hosts notice, and waits end."""
         was_open, self._is_open = self._is_open, False
+        # Taken before: another thread may do the same at the same time.
+        all_ranks, self._all = self._all, None
         if was_open and self._lane is not None:
             self._lane.disconnect()
-        self._all = None
+        if was_open and all_ranks is not None:
+            disconnect(all_ranks, self._another_rank)
 
     def close(self) -> None:
         """Close the connections when all calls have ended."""
+        self._waiting.close()
         if self._is_open and self._lane is not None:
             self._lane.flush()
         self._is_open = False
@@ -110,12 +138,23 @@ class MultiHostCall:
     """One call, from its turn to its end."""
 
     def __init__(
-        self, placement: Placement, links: Links, record: CallRecord, limit_ns: int
+        self,
+        placement: Placement,
+        links: Links,
+        record: CallRecord,
+        limit_ns: int,
+        lanes: int,
+        *,
+        on_callers_thread: bool,
     ) -> None:
         self.placement = placement
         self.links = links
         self.local = links.local
         self.record = record
+        self._on_callers_thread = on_callers_thread
+        self.speaks = placement.local_index < min(lanes, placement.lanes)
+        # Whether all ranks of this host do.
+        self.all_speak = len(placement.local) <= min(lanes, placement.lanes)
         self.header = MessageHeader(call=record, agreed=1)
         self._limit_ns = limit_ns
         self._deadline = time.monotonic_ns() + limit_ns
@@ -126,6 +165,13 @@ class MultiHostCall:
 
     def left(self) -> timedelta:
         return timedelta(microseconds=self.left_ns() // 1000)
+
+    def await_gloo(self, work: Work) -> None:
+        """Wait for one of Gloo's own collectives, which has a time limit."""
+        if self._on_callers_thread:
+            self.links.run_on_waiting_thread(work.wait)
+        else:
+            work.wait()
 
     # --- failures ---------------------------------------------------------------------------------
     @contextlib.contextmanager
@@ -168,12 +214,17 @@ class MultiHostCall:
 
     def run_local(self, request: Request) -> None:
         """Run a later step in shared memory. The ranks of this host are known to make one call: if
-        steps differ, those with a lane have learned that another host makes a different one.
+        steps differ, its speakers have learned that another host makes a different one.
         """
         try:
             self._run_local(request)
         except MismatchError:
-            raise calls_mismatch(self._shared_records({})) from None
+            records = self._shared_records({})
+            if self.placement.has_lane and not self.speaks:
+                # On another host this lane may be spoken on.
+                self.send_header()
+                self._pass_over_first()
+            raise calls_mismatch(records) from None
 
     def _run_local(self, request: Request) -> None:
         request.timeout_ns = self.left_ns()
@@ -182,12 +233,18 @@ class MultiHostCall:
     def agree(self) -> None:
         """Make sure that all ranks make this call; also a barrier."""
         self.run_first_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
-        if self.placement.has_lane:
+        self.compare_headers()
+
+    def compare_headers(self) -> None:
+        """Make sure that all hosts make this call, whose ranks are known to."""
+        if self.speaks:
             self.send_header()
             self.receive_first()
+        if not self.all_speak:
+            # The others learn that all ranks made the same call.
+            self.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+        if self.speaks:
             self.received()
-        if not self.placement.all_have_lanes:
-            self.tell_ranks_without_lane()
 
     def send_header(self) -> None:
         lane = self.links.lane
@@ -204,7 +261,12 @@ class MultiHostCall:
             for host, message in zip(self.placement.other_hosts, messages, strict=True):
                 records |= self._records_of(host, message)
             self.received()
-            self._raise_mismatch(records)
+            if not self.all_speak:
+                # The others wait for a step of the call. Another one ends that with a mismatch.
+                with contextlib.suppress(MismatchError):
+                    self._run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, label=1))
+                records = self._shared_records(records)
+            raise calls_mismatch(records)
         return messages
 
     def received(self) -> None:
@@ -214,15 +276,18 @@ class MultiHostCall:
     def _receive_first_of(self, host: int) -> LaneMessage:
         """What a call left behind whose ranks disagreed is passed over."""
         lane = self.links.lane
+        if self._on_callers_thread:
+            self.links.await_arrival(host, self.left())
         while (message := lane.receive(host, self.left())).header.call.sequence < (
             self.record.sequence
         ):
             lane.received(host)
         return message
 
-    def tell_ranks_without_lane(self) -> None:
-        """The ranks of this host that are in no lane learn that all ranks made the same call."""
-        self.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+    def _pass_over_first(self) -> None:
+        for host in self.placement.other_hosts:
+            self._receive_first_of(host)
+            self.links.lane.received(host)
 
     def _tell_other_hosts(self) -> None:
         """The ranks of this host made different calls: tell all others, learn theirs, and raise."""
@@ -239,7 +304,10 @@ class MultiHostCall:
             for host in self.placement.other_hosts:
                 records |= self._records_of(host, self._receive_first_of(host))
                 lane.received(host)
-        self._raise_mismatch(records, told=True)
+        # Whoever speaks in a call depends on the call: all whom a lane reaches know.
+        if not self.placement.all_have_lanes:
+            records = self._shared_records(records)
+        raise calls_mismatch(records)
 
     def _records_of_host(self, table: torch.Tensor | None) -> dict[int, CallRecord]:
         members = self.placement.local
@@ -261,19 +329,8 @@ class MultiHostCall:
             for index, rank in enumerate(members)
         }
 
-    def _raise_mismatch(self, records: dict[int, CallRecord], *, told: bool = False) -> None:
-        """`told`: the ranks without a lane know of it. Those that do not wait for a step of the
-        call: another one ends that wait with a mismatch.
-        """
-        if not self.placement.all_have_lanes:
-            if not told:
-                with contextlib.suppress(MismatchError):
-                    self._run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, label=1))
-            records = self._shared_records(records)
-        raise calls_mismatch(records)
-
     def _shared_records(self, records: dict[int, CallRecord]) -> dict[int, CallRecord]:
-        """Those of the first rank of this host, which is in a lane."""
+        """Those of the first rank of this host, which speaks in every call."""
         table = torch.zeros((self.placement.size, _RECORD_BYTES), dtype=torch.uint8)
         for rank, record in records.items():
             table[rank] = torch.frombuffer(bytearray(bytes(record)), dtype=torch.uint8)

@@ -1,72 +1,79 @@
 """Groups that span several hosts: shared memory inside each host, Gloo between them.
 
-Reductions are in `hierarchical_reduce`. What only moves data is here: the ranks of all hosts first
-make sure that they make the same call, then
-    broadcast   the root's host has the data; each lane carries a slice of it to the other hosts,
-                which share their slices
-    all-gather  each host in turn broadcasts what its ranks have
-    exchange    everything else (gather, scatter, all-to-all) is left to Gloo
-A call runs on the group's own thread, see `call_thread`, as a `MultiHostCall`.
+Reductions are in `hierarchical_reduce`, what only moves data is in `hierarchical_move`. A call runs
+as a `MultiHostCall`, on the group's own thread (`call_thread`) or, if it is short, on that of the
+caller. Messages of single ranks go over Gloo as they are.
 """
 
 from __future__ import annotations
 
+import functools
+import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
-from paceline._torch_internals import AllgatherOptions, PrefixStore, Store, Work
-from paceline.backend.call_thread import CallThread
+from paceline._torch_internals import PrefixStore, Store, Work
+from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.group_options import GroupOptions
-from paceline.backend.hierarchical_reduce import reduce_hierarchically
+from paceline.backend.hierarchical_move import (
+    all_gather,
+    as_bytes,
+    broadcast,
+    exchange,
+    exchange_bytes,
+    lanes_to_move,
+)
+from paceline.backend.hierarchical_reduce import (
+    ReducePlan,
+    is_short,
+    reduce_hierarchically,
+    wire_dtype_of,
+)
 from paceline.backend.host_engine import core_dtype, dtype_label
-from paceline.backend.host_placement import Placement
+from paceline.backend.link_speed import LinkSpeed, measure_link
 from paceline.backend.multi_host_call import Links, MultiHostCall, is_timeout
-from paceline.core import Communicator
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
 from paceline.core.dtypes import BYTES
-from paceline.errors import CollectiveTimeout, ConfigError, MismatchError, PeerLost
+from paceline.errors import CollectiveTimeout, ConfigError, PacelineError, PeerLost
 
 __all__ = ["MultiHostEngine"]
 
-_CHUNK_BYTES = 8 << 20
 # How long a call may take to notice that the group was aborted.
 _ABORT_LIMIT_S = 2.0
 
-_Options = TypeVar("_Options", AllgatherOptions, dist.AllToAllOptions, dist.BroadcastOptions)
-
 
 class MultiHostEngine:
-    """One rank of a group on several hosts. `host_of[r]` is the index of rank r's host."""
+    """One rank of a group on several hosts, with its links to the others. `is_broken` tells whether
+    the group is known to have lost ranks: nobody waits in it from then on.
+    """
 
     def __init__(
         self,
         store: Store,
-        rank: int,
-        host_of: Sequence[int],
-        comm: Communicator,
+        links: Links,
         timeout: timedelta,
         group_options: GroupOptions,
+        is_broken: Callable[[], bool] | None = None,
     ) -> None:
-        self._placement = Placement.of(rank, host_of)
-        self.rank, self.size = rank, self._placement.size
+        self._links, self._placement = links, links.placement
+        self.rank, self.size = self._placement.rank, self._placement.size
         self._timeout = timeout
         self._wire_dtype = group_options.wire_dtype
         self._sequence = 0
-        self._links = Links(store, self._placement, comm, timeout)
+        self._link_speed: LinkSpeed | None = None  # measured by the first call that needs it
         self._signals = PrefixStore("signals/", store)
-        self._calls = CallThread("paceline-hosts")
+        giving_up = None if is_broken is None else GivingUp(is_broken, self.abort)
+        self._calls = CallThread("paceline-hosts", giving_up)
 
     # --- collectives ------------------------------------------------------------------------------
     def allreduce(
         self, tensor: torch.Tensor, op: Reduction, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
         header = self._header(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
-        return self._start(header, lambda call: self._reduce(call, tensor, op), wait, timeout_ns)
+        return self._reduce(header, tensor, op, wait, timeout_ns)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
@@ -75,7 +82,7 @@ class MultiHostEngine:
         header = self._header(Kind.REDUCE, dtype, tensor.numel(), op=op.code, root=root)
         # Only the root's tensor may change.
         own = tensor if self.rank == root else tensor.clone()
-        return self._start(header, lambda call: self._reduce(call, own, op), wait, timeout_ns)
+        return self._reduce(header, own, op, wait, timeout_ns)
 
     def reduce_scatter(
         self,
@@ -92,19 +99,22 @@ class MultiHostEngine:
 
         def run(call: MultiHostCall) -> None:
             whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
-            self._reduce(call, whole, op)
+            self._run_reduction(call, whole, op)
             output.copy_(whole.split(counts)[self.rank].view_as(output))
 
-        return self._start(header, run, wait, timeout_ns)
+        lanes = self._lanes_to_reduce(sum(counts) * output.element_size())
+        return self._start(header, run, wait, timeout_ns, lanes)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        data = _as_bytes(tensor)
+        data = as_bytes(tensor)
         header = self._header(
             Kind.BROADCAST, BYTES, data.numel(), root=root, label=dtype_label(tensor)
         )
-        return self._compared(header, lambda call: _broadcast(call, data, root), wait, timeout_ns)
+        lanes = lanes_to_move(self._placement, data.numel())
+        run = functools.partial(broadcast, data=data, root=root)
+        return self._start(header, run, wait, timeout_ns, lanes)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
@@ -115,11 +125,19 @@ class MultiHostEngine:
                 f"rank {self.rank}: all_gather: the input has {tensor.numel()} elements, this "
                 f"rank's output {outputs[self.rank].numel()}"
             )
-        total = sum(output.numel() * output.element_size() for output in outputs)
-        header = self._header(Kind.ALLGATHER, BYTES, total, label=dtype_label(tensor))
-        return self._compared(
-            header, lambda call: _allgather(call, outputs, tensor), wait, timeout_ns
+        sizes = [output.numel() for output in outputs]
+        total = sum(sizes) * tensor.element_size()
+        # In the place of an operation, which this has not: how the whole is divided.
+        header = self._header(
+            Kind.ALLGATHER,
+            BYTES,
+            total,
+            op=zlib.crc32(repr(sizes).encode()),
+            label=dtype_label(tensor),
         )
+        lanes = lanes_to_move(self._placement, total)
+        run = functools.partial(all_gather, outputs=outputs, tensor=tensor)
+        return self._start(header, run, wait, timeout_ns, lanes)
 
     def gather(
         self,
@@ -134,9 +152,7 @@ class MultiHostEngine:
         nothing = tensor.new_empty(0)
         sent = [tensor if r == root else nothing for r in range(self.size)]
         received = outputs or [nothing] * self.size
-        return self._compared(
-            header, lambda call: _exchange(call, received, sent), wait, timeout_ns
-        )
+        return self._exchange(header, received, sent, wait, timeout_ns)
 
     def scatter(
         self,
@@ -152,9 +168,7 @@ class MultiHostEngine:
         nothing = output.new_empty(0)
         sent = inputs or [nothing] * self.size
         received = [output if r == root else nothing for r in range(self.size)]
-        return self._compared(
-            header, lambda call: _exchange(call, received, sent), wait, timeout_ns
-        )
+        return self._exchange(header, received, sent, wait, timeout_ns)
 
     def alltoall(
         self,
@@ -167,21 +181,19 @@ class MultiHostEngine:
         self._check_one_per_rank("all_to_all", outputs)
         self._check_one_per_rank("all_to_all", inputs)
         header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
-        return self._compared(
-            header, lambda call: _exchange(call, outputs, inputs), wait, timeout_ns
-        )
+        return self._exchange(header, outputs, inputs, wait, timeout_ns)
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
-        return self._compared(header, lambda _: None, wait, timeout_ns)
+        return self._start(header, MultiHostCall.agree, wait, timeout_ns, lanes=1)
 
     # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        work = self._links.all_ranks.send([_as_bytes(tensor)], peer, abs(tag))
+        work = self._links.all_ranks.send([as_bytes(tensor)], peer, abs(tag))
         return _GlooTicket(work, tensor, timeout_ns, self._name_of("send to", peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        gloo, buffer = self._links.all_ranks, [_as_bytes(tensor)]
+        gloo, buffer = self._links.all_ranks, [as_bytes(tensor)]
         if peer == ANY_SOURCE:
             work = gloo.recv_anysource(buffer, abs(tag))
         else:
@@ -223,8 +235,45 @@ class MultiHostEngine:
         self._links.close()
 
     # --- steps ------------------------------------------------------------------------------------
-    def _reduce(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
-        reduce_hierarchically(call, tensor, op, self._wire_dtype)
+    def _reduce(
+        self,
+        header: CallRecord,
+        tensor: torch.Tensor,
+        op: Reduction,
+        wait: bool,
+        timeout_ns: int,
+    ) -> Ticket | None:
+        lanes = self._lanes_to_reduce(tensor.numel() * tensor.element_size())
+        return self._start(
+            header, lambda call: self._run_reduction(call, tensor, op), wait, timeout_ns, lanes
+        )
+
+    def _lanes_to_reduce(self, nbytes: int) -> int:
+        return 1 if is_short(nbytes, self._placement.hosts) else self._placement.lanes
+
+    def _run_reduction(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
+        count, element_bytes = tensor.numel(), tensor.element_size()
+        lanes, hosts = self._placement.lanes, self._placement.hosts
+        if self._link_speed is None and not is_short(count * element_bytes, hosts):
+            call.agree()
+            self._link_speed = measure_link(call)
+        wire_dtype = wire_dtype_of(tensor, op, op.wire_dtype or self._wire_dtype)
+        plan = ReducePlan.of(
+            count, element_bytes, wire_dtype.itemsize, lanes, hosts, self._link_speed
+        )
+        reduce_hierarchically(call, tensor, op, plan, wire_dtype)
+
+    def _exchange(
+        self,
+        header: CallRecord,
+        outputs: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        wait: bool,
+        timeout_ns: int,
+    ) -> Ticket | None:
+        lanes = lanes_to_move(self._placement, exchange_bytes(self._placement))
+        run = functools.partial(exchange, outputs=outputs, inputs=inputs)
+        return self._start(header, run, wait, timeout_ns, lanes)
 
     def _header(
         self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
@@ -240,35 +289,31 @@ class MultiHostEngine:
             label=label,
         )
 
-    def _compared(
-        self,
-        header: CallRecord,
-        run: Callable[[MultiHostCall], None],
-        wait: bool,
-        timeout_ns: int,
-    ) -> Ticket | None:
-        """Make sure that all ranks make this call, then run it."""
-
-        def agree_and_run(call: MultiHostCall) -> None:
-            call.agree()
-            run(call)
-
-        return self._start(header, agree_and_run, wait, timeout_ns)
-
     def _start(
         self,
         header: CallRecord,
         run: Callable[[MultiHostCall], None],
         wait: bool,
         timeout_ns: int,
+        lanes: int,
     ) -> Ticket | None:
+        """Run a call when it is its turn; its first `lanes` are spoken on."""
         limit_ns = timeout_ns if timeout_ns >= 0 else int(self._timeout.total_seconds() * 1e9)
 
-        def operate() -> None:
-            call = MultiHostCall(self._placement, self._links, header, limit_ns)
+        def operate(on_callers_thread: bool = False) -> None:
+            call = MultiHostCall(
+                self._placement,
+                self._links,
+                header,
+                limit_ns,
+                lanes,
+                on_callers_thread=on_callers_thread,
+            )
             with call.failing_together():
                 run(call)
 
+        if wait and lanes == 1 and self._run_here(lambda: operate(on_callers_thread=True)):
+            return None
         ticket = self._calls.start(operate)
         if not wait:
             return ticket
@@ -283,96 +328,22 @@ class MultiHostEngine:
             raise
         return None
 
+    def _run_here(self, operate: Callable[[], None]) -> bool:
+        """Run a short call on the thread that makes it, if it is its turn."""
+        try:
+            return self._calls.run_here(operate)
+        except PacelineError:
+            raise
+        except BaseException:  # what a signal handler raised
+            self.abort()
+            raise
+
     def _check_one_per_rank(self, call: str, tensors: Sequence[torch.Tensor]) -> None:
         if len(tensors) != self.size:
             raise ConfigError(
                 f"rank {self.rank}: {call} needs one tensor for each of the {self.size} ranks, "
                 f"got {len(tensors)}"
             )
-
-
-# --- moving data ----------------------------------------------------------------------------------
-def _broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    host = call.placement.host_of[root]
-    if call.placement.host == host:
-        local_root = call.placement.members[host].index(root)
-        call.local.broadcast(data, local_root, wait=True, timeout_ns=call.left_ns())
-    _broadcast_from_host(call, host, data)
-
-
-def _allgather(call: MultiHostCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
-    for host, members in enumerate(call.placement.members):
-        sizes = [_as_bytes(outputs[rank]).numel() for rank in members]
-        block = torch.empty(sum(sizes), dtype=torch.uint8)
-        parts = block.split(sizes)
-        if host == call.placement.host:
-            call.local.allgather(parts, _as_bytes(tensor), wait=True, timeout_ns=call.left_ns())
-        _broadcast_from_host(call, host, block)
-        for rank, part in zip(members, parts, strict=True):
-            _as_bytes(outputs[rank]).copy_(part)
-
-
-def _broadcast_from_host(call: MultiHostCall, host: int, data: torch.Tensor) -> None:
-    """Give every rank the bytes that all ranks of one host have."""
-    placement = call.placement
-    ours = placement.host == host
-    index, lanes = placement.local_index, placement.lanes
-    for chunk in data.split(_CHUNK_BYTES) if data.numel() else []:
-        length = -(-chunk.numel() // lanes)
-        whole = chunk.new_zeros(length * lanes)
-        if ours:
-            whole[: chunk.numel()] = chunk
-        # Ranks without a lane have no slice.
-        slices = [*whole.split(length), *[whole[:0]] * (len(placement.local) - lanes)]
-        if placement.has_lane:
-            options = _options(call, dist.BroadcastOptions())
-            options.rootRank = host
-            call.links.lane.gloo.broadcast([slices[index]], options).wait()
-        if not ours:
-            mine = slices[index].clone()
-            call.local.allgather(slices, mine, wait=True, timeout_ns=call.left_ns())
-            chunk.copy_(whole[: chunk.numel()])
-
-
-def _exchange(
-    call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    """Every rank sends every other something, of any size, over Gloo."""
-    sent = torch.cat([_as_bytes(tensor) for tensor in inputs])
-    sizes = [_as_bytes(tensor).numel() for tensor in outputs]
-    in_sizes = [_as_bytes(tensor).numel() for tensor in inputs]
-    received = torch.empty(sum(sizes), dtype=torch.uint8)
-    _check_sizes(call, sizes, in_sizes)
-    options = _options(call, dist.AllToAllOptions())
-    call.links.all_ranks.alltoall_base(received, sent, sizes, in_sizes, options).wait()
-    for output, part in zip(outputs, received.split(sizes), strict=True):
-        _as_bytes(output).copy_(part)
-
-
-def _check_sizes(call: MultiHostCall, wanted: list[int], sent: list[int]) -> None:
-    """Every rank sees what each sends to and expects from each, so that all reach the same
-    conclusion.
-    """
-    size = call.placement.size
-    mine = torch.tensor([sent, wanted])
-    table = torch.empty((size, 2, size), dtype=torch.int64)
-    options = _options(call, AllgatherOptions())
-    gloo = call.links.all_ranks
-    gloo._allgather_base(_as_bytes(table), _as_bytes(mine), options).wait()
-    sizes_sent, sizes_wanted = table[:, 0, :], table[:, 1, :].T
-    if not torch.equal(sizes_sent, sizes_wanted):
-        source, goal = (sizes_sent != sizes_wanted).nonzero()[0].tolist()
-        sends, expects = int(sizes_sent[source, goal]), int(sizes_wanted[source, goal])
-        raise MismatchError(
-            f"{Kind.NAMES[call.record.kind]}: rank {source} sends {sends} bytes to rank {goal}, "
-            f"which expects {expects}; give tensors of the same size and type on both sides",
-            {source: f"sends {sends}", goal: f"expects {expects}"},
-        )
-
-
-def _options(call: MultiHostCall, options: _Options) -> _Options:
-    options.timeout = call.left()
-    return options
 
 
 # --- messages -------------------------------------------------------------------------------------
@@ -400,11 +371,3 @@ class _GlooTicket:
     @property
     def source(self) -> int:
         return int(self._work._source_rank())
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, as bytes."""
-    if tensor.numel() == 0:
-        return tensor.new_empty(0, dtype=torch.uint8)
-    # A single element may have any stride and still count as contiguous.
-    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

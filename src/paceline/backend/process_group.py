@@ -271,6 +271,20 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             return self._allreduce_several(tensors, self._options(opts, op=op, timeout=timeout))
         return self._allreduce(tensor, self._options(opts, op=op, timeout=timeout))
 
+    def allreduce_scaled(
+        self, tensor: torch.Tensor, factor: float, wire_dtype: torch.dtype | None = None
+    ) -> Work:
+        """Start the sum of a CPU tensor, in place, times a factor that is the same on all ranks.
+        Sums of float32 travel between hosts as `wire_dtype`.
+        """
+        self._calls += 1
+        code = Op.SUM if factor == 1.0 else Op.PREMUL_SUM
+        flat, finish = lay_out(tensor)
+        ticket = self._engine.allreduce(
+            flat, Reduction(code, factor, wire_dtype), wait=False, timeout_ns=self._timeout_ns
+        )
+        return self._work(ticket, [tensor], finish)
+
     def _allreduce_at_once(self, tensors: TensorLists, opts: TorchOptions) -> bool:
         """The short way for the most frequent call, a plain tensor that is waited for: saves ten
         microseconds. False: the call is not that simple, and nothing was done.

@@ -1,5 +1,5 @@
 """`paceline bench collectives`: all-reduce through torch.distributed, this backend against Gloo and
-Open MPI.
+Open MPI; between hosts other collectives too.
 
 All contestants take turns inside one run, size by size and round by round, so that a busy moment of
 the machine hits them alike. Results are checked while measured. Columns:
@@ -32,8 +32,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.bench_tools import join_group, print_table, pyplot, write_json
-from paceline.bench.simulated_hosts import enter, simulated_hosts
-from paceline.errors import ConfigError, PacelineError
+from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
+from paceline.errors import PacelineError
 
 if TYPE_CHECKING:
     import torch
@@ -45,6 +45,8 @@ __all__ = ["add_arguments", "run"]
 _SIZES = [4 << (2 * step) for step in range(14)]
 _PACELINE, _CORE, _GLOO, _MPI = "paceline", "core", "gloo", "mpi"
 _IN_PLACE, _LIMIT, _ROUNDED = "in place", "limit", "bfloat16"
+_ALL_REDUCE, _BARRIER = "all_reduce", "barrier"
+_CALLS = (_ALL_REDUCE, "broadcast", "all_gather", "reduce_scatter", "all_to_all", _BARRIER)
 # The native core's codes.
 _FLOAT32, _SUM = 10, 0
 
@@ -94,6 +96,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
     )
     parser.add_argument(
+        "--calls",
+        nargs="+",
+        choices=_CALLS,
+        default=[_ALL_REDUCE],
+        help="with --hosts: what to measure (default all_reduce)",
+    )
+    parser.add_argument(
         "--no-mpi", action="store_true", help="leave Open MPI out even if it is there"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures")
@@ -104,12 +113,17 @@ def run(options: argparse.Namespace) -> int:
     plt = pyplot() if options.plot else None
     sizes = [size for size in _SIZES if size <= options.max_bytes]
     report = []
-    hosts, per_host = _placement(options.hosts)
-    for ranks in [hosts * per_host] if hosts else options.ranks:
-        timings = _measure(ranks, sizes, options, hosts)
-        _print(ranks, timings, hosts, options)
+    hosts, per_host = hosts_and_ranks(options.hosts)
+    for call, ranks in (
+        [(call, hosts * per_host) for call in options.calls]
+        if hosts
+        else [(_ALL_REDUCE, ranks) for ranks in options.ranks]
+    ):
+        timings = _measure(call, ranks, sizes if call != _BARRIER else sizes[:1], options, hosts)
+        _print(call, ranks, timings, hosts, options)
         report += [
             {
+                "call": call,
                 "ranks": ranks,
                 "bytes": size,
                 "contestant": name,
@@ -127,23 +141,11 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _placement(text: str | None) -> tuple[int, int]:
-    """(hosts, ranks per host) of "2x2"; zeros if all ranks are on this host."""
-    if text is None:
-        return 0, 0
-    hosts, _, ranks = text.partition("x")
-    if not (hosts.isdigit() and ranks.isdigit() and int(hosts) > 1 and int(ranks) > 0):
-        raise ConfigError(
-            f"--hosts {text}: give hosts x ranks per host, at least two hosts, for example 2x2"
-        )
-    return int(hosts), int(ranks)
-
-
 # --- measuring -------------------------------------------------------------------------------
 
 
 def _measure(
-    ranks: int, sizes: list[int], options: argparse.Namespace, hosts: int = 0
+    call: str, ranks: int, sizes: list[int], options: argparse.Namespace, hosts: int = 0
 ) -> dict[int, dict[str, _Timings]]:
     context = multiprocessing.get_context("spawn")
     with contextlib.ExitStack() as stack:
@@ -154,7 +156,7 @@ def _measure(
             else []
         )
         mpi = not hosts and stack.enter_context(_mpi_ranks(ranks, directory, options))
-        arguments = (ranks, sizes, options.rounds, options.seconds, directory, mpi, host_pids)
+        arguments = (call, ranks, sizes, options.rounds, options.seconds, directory, mpi, host_pids)
         processes = [
             context.Process(target=_run_rank, args=(rank, *arguments)) for rank in range(ranks)
         ]
@@ -178,6 +180,7 @@ def _measure(
 
 def _run_rank(
     rank: int,
+    call: str,
     ranks: int,
     sizes: list[int],
     rounds: int,
@@ -195,7 +198,10 @@ def _run_rank(
     rounded = _rounded_group() if host_pids else None
     timings = {}
     for size in sizes:
-        contestants = _contestants(size, gloo, rounded, rank, directory if mpi else None)
+        if call == _ALL_REDUCE:
+            contestants = _contestants(size, gloo, rounded, rank, directory if mpi else None)
+        else:
+            contestants = _others(call, size, gloo)
         timings[size] = _take_turns(contestants, rounds, seconds)
     if rank == 0:
         times = {
@@ -273,6 +279,61 @@ def _contestants(
     if mpi_directory is not None:
         turns[_MPI] = _mpi_turn(size, rank, mpi_directory)
     return turns
+
+
+def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
+    """Another collective than all_reduce on `size` bytes: what every rank has of the whole in the
+    end, or had in the beginning.
+    """
+    import torch
+    import torch.distributed as dist
+
+    rank, world = dist.get_rank(), dist.get_world_size()
+    count = max(size // 4 // world, 1)
+    whole, part = torch.zeros(count * world), torch.zeros(count)
+    # What is in the whole before, what of it or of the part is looked at, and what is there then.
+    total = float(sum(range(1, world + 1)))
+    calls: dict[str, tuple[Callable[[dist.ProcessGroup], object], torch.Tensor, float]] = {
+        "broadcast": (lambda group: dist.broadcast(whole, 0, group=group), whole, 1.0),
+        "all_gather": (
+            lambda group: dist.all_gather_into_tensor(whole, part, group=group),
+            whole[-count:],
+            float(world),
+        ),
+        "reduce_scatter": (
+            lambda group: dist.reduce_scatter_tensor(part, whole, group=group),
+            part,
+            total,
+        ),
+        "all_to_all": (
+            lambda group: dist.all_to_all_single(received, whole, group=group),
+            received := torch.zeros(count * world),
+            float(world),
+        ),
+        _BARRIER: (dist.barrier, part, float(rank + 1)),
+    }
+    run, seen, expected = calls[call]
+
+    def turn_on(group: dist.ProcessGroup) -> _Turn:
+        def turn(repetitions: int) -> list[float]:
+            times = []
+            for _ in range(repetitions):
+                whole.fill_(rank + 1)
+                part.fill_(rank + 1)
+                dist.barrier()
+                start = time.perf_counter()
+                run(group)
+                times.append(time.perf_counter() - start)
+                if seen[-1].item() != expected:
+                    raise PacelineError(
+                        f"wrong result of {call}: expected {expected}, found {seen[-1].item()}"
+                    )
+            return times
+
+        return turn
+
+    world_group: Any = dist.group.WORLD
+    return {_PACELINE: turn_on(world_group), _GLOO: turn_on(gloo)}
 
 
 def _in_place_turn(size: int, rank: int, expected: float) -> _Turn:
@@ -397,10 +458,14 @@ def _machine() -> dict[str, Any]:
 
 
 def _print(
-    ranks: int, timings: dict[int, dict[str, _Timings]], hosts: int, options: argparse.Namespace
+    call: str,
+    ranks: int,
+    timings: dict[int, dict[str, _Timings]],
+    hosts: int,
+    options: argparse.Namespace,
 ) -> None:
     has_mpi = any(_MPI in row for row in timings.values())
-    title = f"all_reduce, float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
+    title = f"{call}, float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
     title += f", as {hosts} hosts" if hosts else ""
     title += f" on links of {options.link}" if options.link else ""
     title += f" that take {options.delay}" if options.delay else ""
@@ -410,16 +475,20 @@ def _print(
         columns += ["core", *against_mpi, "in place", "of limit"]
     else:
         # Medians: what a link does is not a matter of luck, and its first bytes are.
-        columns = ["bytes", "p50", "Gloo", "x Gloo", "bfloat16", "x Gloo"]
+        columns = ["bytes", "p50", "Gloo", "x Gloo"]
+        columns += ["bfloat16", "x Gloo"] if call == _ALL_REDUCE else []
     make_row = _hosts_row if hosts else functools.partial(_table_row, has_mpi=has_mpi)
     rows = [make_row(size, row) for size, row in timings.items()]
     print_table(title, columns, rows)
 
 
 def _hosts_row(size: int, row: dict[str, _Timings]) -> list[str]:
-    ours, gloo, rounded = (row[name].percentile(0.5) for name in (_PACELINE, _GLOO, _ROUNDED))
+    medians = {name: timing.percentile(0.5) for name, timing in row.items()}
+    ours, gloo = medians[_PACELINE], medians[_GLOO]
     cells = [f"{size:,}", _time(ours), _time(gloo), f"{gloo / ours:.2f}"]
-    return [*cells, _time(rounded), f"{gloo / rounded:.2f}"]
+    if rounded := medians.get(_ROUNDED):
+        cells += [_time(rounded), f"{gloo / rounded:.2f}"]
+    return cells
 
 
 def _table_row(size: int, row: dict[str, _Timings], has_mpi: bool) -> list[str]:

@@ -5,11 +5,16 @@ All variants - plain, wrapped by ours, wrapped by torch's with different setting
 same processes in turn, in many short rounds; the time of a variant is the mean step of its best
 round. "barrier" is a step whose ranks exchange no gradients but pass one barrier: the best this
 machine allows.
+
+With `--hosts` ranks are on simulated hosts, as in `paceline bench collectives`. Then the median
+step counts: what a link does is not a matter of luck. "bfloat16" is ours with
+`wire_dtype=torch.bfloat16`.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import os
@@ -28,6 +33,8 @@ from paceline.bench.bench_tools import (
     write_json,
 )
 from paceline.bench.models import Case, cases
+from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
+from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +62,10 @@ _STOCK_SETTINGS: dict[str, dict[str, Any]] = {
         "batched_grad_copy": True,
     },
 }
+_ROUNDS, _ROUNDS_BETWEEN_HOSTS = 25, 4
+# The model whose gradients fill a link; and how many times as fast its step should be.
+_MODEL_BETWEEN_HOSTS = "mlp-17m"
+_EXPECTED_BETWEEN_HOSTS = {"paceline": 1.3, "bfloat16": 2.2}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,31 +73,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks", type=int, default=2, help="processes, one thread each (default: 2)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=25, help="rounds over all ways of training (default: 25)"
+        "--rounds",
+        type=int,
+        help=f"rounds over all ways of training (default: {_ROUNDS}, with --hosts "
+        f"{_ROUNDS_BETWEEN_HOSTS})",
     )
     parser.add_argument(
         "--models",
-        default=",".join(_EXPECTED_SPEEDUP),
-        help=f"comma-separated, of: {', '.join(_EXPECTED_SPEEDUP)}",
+        help=f"comma-separated, of: {', '.join(_EXPECTED_SPEEDUP)} (default: all, with --hosts "
+        f"{_MODEL_BETWEEN_HOSTS})",
+    )
+    parser.add_argument(
+        "--hosts",
+        metavar="HxR",
+        help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2",
+    )
+    parser.add_argument(
+        "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
+    )
+    parser.add_argument(
+        "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
     )
     parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> int:
-    names = options.models.split(",")
-    unknown = [name for name in names if name not in _EXPECTED_SPEEDUP]
-    if unknown:
-        raise SystemExit(
-            f"unknown model {', '.join(unknown)}; there are {', '.join(_EXPECTED_SPEEDUP)}"
-        )
+    if options.hosts:
+        return _run_between_hosts(options)
+    if options.link or options.delay:
+        raise ConfigError("--link and --delay are of simulated hosts: add --hosts 2x2, for example")
+    names, rounds = _chosen_models(options.models or ",".join(_EXPECTED_SPEEDUP)), options.rounds
     plt = pyplot() if options.plot else None
 
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         result = os.path.join(directory, "result.json")
-        arguments = (options.ranks, names, options.rounds, directory, result)
+        arguments = (options.ranks, names, rounds or _ROUNDS, directory, result)
         start_processes(_run_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
         with open(result) as file:
             figures = json.load(file)
@@ -97,6 +121,42 @@ def run(options: argparse.Namespace) -> int:
     if plt is not None:
         _plot(figures, options.plot, plt)
     return 0
+
+
+def _run_between_hosts(options: argparse.Namespace) -> int:
+    from torch.multiprocessing.spawn import start_processes
+
+    if options.plot:
+        raise ConfigError("--plot is drawn for one host only: leave out --hosts")
+    hosts, per_host = hosts_and_ranks(options.hosts)
+    names = _chosen_models(options.models or _MODEL_BETWEEN_HOSTS)
+    rounds = options.rounds or _ROUNDS_BETWEEN_HOSTS
+    with contextlib.ExitStack() as stack:
+        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="paceline-bench-"))
+        pids = stack.enter_context(simulated_hosts(hosts, options.link, options.delay))
+        result = os.path.join(directory, "result.json")
+        arguments = (hosts * per_host, names, rounds, pids, directory, result)
+        start_processes(
+            _run_host_rank, args=arguments, nprocs=hosts * per_host, start_method="spawn"
+        )
+        with open(result) as file:
+            figures = json.load(file)
+    _print_between_hosts(figures, options)
+    if options.json:
+        placement = {"hosts": hosts, "ranks_per_host": per_host}
+        link = {"link": options.link, "delay": options.delay}
+        write_json(options.json, {**placement, **link, "milliseconds": figures})
+    return 0
+
+
+def _chosen_models(text: str) -> list[str]:
+    names = text.split(",")
+    unknown = [name for name in names if name not in _EXPECTED_SPEEDUP]
+    if unknown:
+        raise SystemExit(
+            f"unknown model {', '.join(unknown)}; there are {', '.join(_EXPECTED_SPEEDUP)}"
+        )
+    return names
 
 
 # --- on every rank ---------------------------------------------------------------------------
@@ -154,6 +214,61 @@ def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dic
     slowest = torch.tensor(list(best.values()))
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return {"microseconds": dict(zip(best, slowest.tolist(), strict=True))}
+
+
+def _run_host_rank(
+    rank: int,
+    world: int,
+    names: list[str],
+    rounds: int,
+    host_pids: list[int],
+    directory: str,
+    result: str,
+) -> None:
+    enter(host_pids[rank * len(host_pids) // world])
+    import torch.distributed as dist
+
+    join_group("gloo", directory, rank, world)
+    group = dist.new_group(backend="paceline")
+    assert group is not None, "every rank is in this group"
+    figures = {name: _median_steps_ms(cases()[name], group, rounds) for name in names}
+    if rank == 0:
+        write_json(result, figures)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _median_steps_ms(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
+    """The median step of the slowest rank, by variant, in milliseconds."""
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    ours = functools.partial(paceline.DistributedDataParallel, process_group=group)
+    variants: dict[str, Callable[[], nn.Module]] = {
+        "plain": case.build,
+        "paceline": lambda: ours(case.build()),
+        "bfloat16": lambda: ours(case.build(), wire_dtype=torch.bfloat16),
+        "torch (default)": lambda: _build_stock(case, {}),
+        "torch (view)": lambda: _build_stock(case, {"gradient_as_bucket_view": True}),
+    }
+    steps = {variant: _make_step(build(), case.batch()) for variant, build in variants.items()}
+    for step in steps.values():
+        for _ in range(2):  # the second is the first with its final buckets
+            step()
+    seconds: dict[str, list[float]] = {variant: [] for variant in variants}
+    for _ in range(rounds):
+        for variant, step in steps.items():
+            for _ in range(case.steps):
+                dist.barrier()
+                started = time.perf_counter()
+                step()
+                seconds[variant].append(time.perf_counter() - started)
+    slowest = torch.tensor(list(seconds.values()))
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    medians = (slowest.median(dim=1).values * 1e3).tolist()
+    return dict(zip(variants, medians, strict=True))
 
 
 def _build_stock(case: Case, arguments: dict[str, Any]) -> nn.Module:
@@ -378,7 +493,7 @@ def _print(figures: dict[str, Any], ranks: int) -> None:
         )
         for row in _summary(figures)
     ]
-    columns = ("model", "paceline", "torch (best)", "its setting", "times as fast", "bar")
+    columns = ("model", "paceline", "torch (best)", "its setting", "times as fast", "goal")
     print_table(
         f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
         (*columns, "/ barrier", "/ plain"),
@@ -397,6 +512,24 @@ def _print(figures: dict[str, Any], ranks: int) -> None:
     )
     costs = ", ".join(f"{name} {cost:.2%}" for name, cost in figures["digest"].items())
     print(f"comparing the replicas, share of all steps: {costs}")
+
+
+def _print_between_hosts(figures: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    rows = []
+    for name, times in figures.items():
+        stock = min(ms for variant, ms in times.items() if variant.startswith("torch"))
+        cells = [name, f"{times['plain']:.0f} ms", f"{stock:.0f} ms"]
+        for variant, expected in _EXPECTED_BETWEEN_HOSTS.items():
+            cells += [f"{times[variant]:.0f} ms", f"{stock / times[variant]:.2f}"]
+            cells.append(f"{expected:.1f}" if name == _MODEL_BETWEEN_HOSTS else "")
+        rows.append(cells)
+    title = f"one training step, {options.hosts} simulated hosts x ranks, 1 thread each"
+    title += f", links of {options.link}" if options.link else ""
+    title += f" that take {options.delay}" if options.delay else ""
+    columns = ["model", "no exchange", "torch on Gloo (best)"]
+    for variant in _EXPECTED_BETWEEN_HOSTS:
+        columns += [variant, "times as fast", "goal"]
+    print_table(f"{title}; medians, slowest rank", columns, rows, text_columns=("model",))
 
 
 def _plot(figures: dict[str, Any], path: str, plt: Any) -> None:

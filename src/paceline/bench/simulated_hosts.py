@@ -12,14 +12,26 @@ import ctypes
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from paceline.errors import PacelineError
+from paceline.errors import ConfigError, PacelineError
 
-__all__ = ["enter", "simulated_hosts", "why_not"]
+__all__ = ["SimulatedHosts", "enter", "hosts_and_ranks", "simulated_hosts", "why_not"]
 
 _INTERFACE = "eth0"
 _CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
+
+
+def hosts_and_ranks(text: str | None) -> tuple[int, int]:
+    """(hosts, ranks per host) of "2x2", for `--hosts`; zeros if all ranks are on this host."""
+    if text is None:
+        return 0, 0
+    hosts, _, ranks = text.partition("x")
+    if not (hosts.isdigit() and ranks.isdigit() and int(hosts) > 1 and int(ranks) > 0):
+        raise ConfigError(
+            f"--hosts {text}: give hosts x ranks per host, at least two hosts, for example 2x2"
+        )
+    return int(hosts), int(ranks)
 
 
 def why_not() -> str | None:
@@ -33,10 +45,26 @@ def why_not() -> str | None:
     return None
 
 
+class SimulatedHosts(list[int]):
+    """A pid for each host, to `enter` it by."""
+
+    def __init__(self, hosts: Iterable[int], switch: int) -> None:
+        super().__init__(hosts)
+        self._switch = switch
+
+    def cut(self, index: int) -> None:
+        """Drop all packets from and to a host, from now on. Nobody is told."""
+        _inside(self._switch, "ip", "link", "set", f"port{index}", "nomaster")
+
+    def mend(self, index: int) -> None:
+        """Undo `cut`."""
+        _inside(self._switch, "ip", "link", "set", f"port{index}", "master", "bridge")
+
+
 @contextlib.contextmanager
 def simulated_hosts(
     count: int, link: str | None = None, delay: str | None = None
-) -> Iterator[list[int]]:
+) -> Iterator[SimulatedHosts]:
     """`count` hosts on one switch, each on a link of rate `link` ("1gbit") that takes `delay`
     ("2ms") each way; yields one pid for each host, to `enter` it by.
     """
@@ -74,7 +102,7 @@ def simulated_hosts(
                 place = ["parent", "1:1"] if link is not None else ["root"]
                 wait = ["netem", "delay", delay, "limit", "100000"]
                 _inside(host, "tc", "qdisc", "add", "dev", _INTERFACE, *place, *wait)
-        yield hosts
+        yield SimulatedHosts(hosts, switch)
 
 
 def enter(host: int) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from paceline.backend import PacelineGroup
+from paceline.backend.group_options import check_wire_dtype
 from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.weighting import AverageRule
 from paceline.errors import ConfigError
@@ -30,6 +32,7 @@ __all__ = [
     "check_mesh",
     "check_module",
     "check_policy",
+    "check_rounds",
     "delayed_names",
     "refuse_unknown",
     "syncs_buffers",
@@ -71,6 +74,7 @@ class DDPConfig:
     bucket_bytes_list: tuple[int, ...] = ()
     mixed_precision: Any = None
     delayed: DelayedNames | None = None
+    wire_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.average not in ("auto", "samples", "ranks"):
@@ -81,6 +85,7 @@ class DDPConfig:
             )
         check_policy(self.on_error)
         _check_interval(self.check_replicas_every)
+        check_wire_dtype(self.wire_dtype)
         if self.mixed_precision is not None and not hasattr(self.mixed_precision, "param_dtype"):
             raise TypeError(
                 "mixed_precision should have param_dtype, reduce_dtype and buffer_dtype, as "
@@ -125,6 +130,7 @@ class DDPConfig:
             "bucket_cap_mb": ", ".join(f"{size / MIB:g}" for size in self.limits.bytes),
             "check_replicas_every": self.check_replicas_every,
             "mixed_precision": self.mixed_precision,
+            "wire_dtype": self.wire_dtype,
         }
         return {f"argument {name}": str(value) for name, value in chosen.items()}
 
@@ -146,6 +152,23 @@ def check_group(group: Any) -> None:
         raise TypeError(
             "process_group should be a process group (None: the default group; see "
             f"torch.distributed.new_group), got {_shown(group)}"
+        )
+
+
+def check_rounds(group: dist.ProcessGroup, device: torch.device) -> None:
+    """A group that sums gradients on this device can round them between hosts (`wire_dtype`). One
+    rank sends nothing, and one host nothing to another: any group will do, and the first is ours.
+    """
+    if group.size() > 1 and not isinstance(group, PacelineGroup):
+        raise ConfigError(
+            f"wire_dtype needs a group of backend paceline, got one of {group.name()}. Make the "
+            'group with init_process_group("paceline"), or leave wire_dtype out and register '
+            "torch's bf16_compress_hook, which rounds on every rank"
+        )
+    if device.type != "cpu":
+        raise ConfigError(
+            f"wire_dtype rounds gradients in host memory, but the model is on {device}, whose own "
+            "backend sums them. Leave it out and register torch's bf16_compress_hook"
         )
 
 
@@ -186,7 +209,8 @@ def refuse_unknown(unknown: Mapping[str, Any]) -> None:
     if unknown:
         raise ConfigError(
             f"DistributedDataParallel has no argument {', '.join(sorted(unknown))}. It takes "
-            "torch's arguments and average, check_replicas_every, check_finite, on_error."
+            "torch's arguments and average, check_replicas_every, check_finite, on_error, "
+            "wire_dtype."
         )
 
 

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,7 @@ from paceline.ddp.config import (
     check_mesh,
     check_module,
     check_policy,
+    check_rounds,
     delayed_names,
     refuse_unknown,
     syncs_buffers,
@@ -123,8 +124,20 @@ class _Active:
 
 _active = _Active()
 
+# A DistributedDataParallel is an instance of torch's class, because torch (state dicts of
+# checkpoints, pipelines) and other libraries (Accelerate, Lightning) ask for it with isinstance.
+# Nothing else is taken over: its constructor does not run, and whatever is called on an instance is
+# overridden. A type checker sees what it is made of instead.
+if TYPE_CHECKING:
 
-class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
+    class _TorchClass(torch.nn.Module, Joinable):
+        """What torch's class is made of."""
+
+else:
+    _TorchClass = torch.nn.parallel.DistributedDataParallel
+
+
+class DistributedDataParallel(TorchCompat, _TorchClass):
     """Data-parallel training: every rank runs its part of the batch, gradients are averaged during
     backward.
 
@@ -143,6 +156,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         check_finite: look for non-finite gradients before they are averaged, and fail the step on
             every rank.
         on_error: the default policy of `all_or_none()`.
+        wire_dtype: `torch.bfloat16` lets gradients of float32 cross from host to host in half the
+            bytes. Each host's sum is rounded once, all other arithmetic stays float32, and all
+            ranks get the same bits. Ranks of one host exchange what they always do. Needs a group
+            of backend `paceline`.
 
     Raises:
         MismatchError: the model, or an argument, is not the same on all ranks.
@@ -182,9 +199,10 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         check_replicas_every: int | None = None,
         check_finite: bool = False,
         on_error: Policy = "raise",
+        wire_dtype: torch.dtype | None = None,
         **unknown: Any,
     ) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
         Joinable.__init__(self)
         refuse_unknown(unknown)
         check_module(module)
@@ -219,6 +237,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             limits=limits,
             bucket_bytes_list=bucket_bytes_list,
             mixed_precision=mixed_precision,
+            wire_dtype=wire_dtype,
             delayed=delayed_names(module, delay_all_reduce_named_params, param_to_hook_all_reduce),
         )
         self.process_group = self._choose_group(module, process_group, device_mesh)
@@ -389,6 +408,8 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         was registered, the group was replaced, the model was unpickled. Whatever it needs is kept
         by this module, so that nothing is lost on the way.
         """
+        if self._config.wire_dtype is not None:
+            check_rounds(self.process_group, self.device)
         previous: Reducer | SingleRank | None = self.__dict__.get("reducer")
         if previous is not None:
             previous.abandon_step()
@@ -399,8 +420,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         self._rebuild_delayed()
         transport = self._new_transport(managed)
         if not isinstance(transport, ShmTransport):
-            # Gradients out of the peers' reach are averaged in backward.
-            managed = [dataclasses.replace(entry, deferred=False) for entry in managed]
+            managed = self._without_unreachable_sums(managed)
         self._drift = self._new_drift_check(managed, transport)
         low = self._low_precision
         actions = StepActions(
@@ -434,6 +454,19 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             )
             self.reducer.use_rule(rule)
         self._watch_model()
+
+    def _without_unreachable_sums(
+        self, managed: Sequence[ManagedParameter]
+    ) -> list[ManagedParameter]:
+        """Where ranks share no memory, gradients that a step would look for there are averaged in
+        backward; so are all if a hook or another type stands between them and the step.
+        """
+        plain = self._hook_spec is None and self._low_precision is None
+        anywhere = [each for each in self._deferred_sums if plain and not each.in_shared_memory]
+        return [
+            dataclasses.replace(entry, deferred=any(entry.parameter in each for each in anywhere))
+            for entry in managed
+        ]
 
     def _watch_model(self) -> None:
         """Remember what the plan was made for, to see before a forward whether it still fits."""
@@ -480,7 +513,8 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         # Signals travel in host memory if the group can move it; otherwise (NCCL alone) where the
         # model is.
         on_host = "cpu" in device_types_of(self.process_group)
-        return GroupTransport(self.process_group, torch.device("cpu") if on_host else self.device)
+        device = torch.device("cpu") if on_host else self.device
+        return GroupTransport(self.process_group, device, self._config.wire_dtype)
 
     def _new_drift_check(
         self, managed: Sequence[ManagedParameter], transport: Transport | None
@@ -596,8 +630,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
 
     def defer_sums(self, deferred: DeferredSum) -> None:
         """From the next backward on, leave the gradients of these parameters as they are on each
-        rank. On every rank together, and only where there is `shared_memory`. Whoever summed some
-        of them before no longer does.
+        rank. On every rank together. Whoever summed some of them before no longer does.
         """
         for each in self._deferred_sums:
             each.forget()
@@ -1041,6 +1074,11 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
             raise RuntimeError(
                 "register_comm_hook or register_builtin_comm_hook can only be called once."
             )
+        if self._config.wire_dtype is not None:
+            raise ConfigError(
+                "this model has wire_dtype, and a communication hook sends gradients in its own "
+                "way: give one of the two"
+            )
         self._hook_spec = spec
         self._rebuild()
 
@@ -1075,7 +1113,7 @@ class DistributedDataParallel(TorchCompat, torch.nn.Module, Joinable):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        torch.nn.Module.__setstate__(self, state)
         self.process_group = _default_group()
         self._history = StepHistory()
         self.step_partners = StepPartners()

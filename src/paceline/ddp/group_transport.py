@@ -7,6 +7,7 @@ error, which is raised instead of a lost connection.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -15,11 +16,13 @@ import torch.distributed as dist
 
 from paceline._torch_internals import Work
 from paceline.backend import PacelineGroup
+from paceline.backend.host_engine import HostEngine
 from paceline.backend.store_failure_channel import failure_channel_of
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.buckets.base import Waitable
-from paceline.ddp.group_calls import all_gather_into, all_reduce
+from paceline.ddp.group_calls import all_reduce, all_to_all_into
+from paceline.ddp.plan import MIB, BucketLimits
 from paceline.ddp.signals import SIGNAL_WIDTH, Signal
 from paceline.ddp.transport import Transport
 from paceline.errors import CollectiveTimeout, PacelineError, PeerLost
@@ -30,22 +33,46 @@ __all__ = ["GroupTransport"]
 _SLICE = timedelta(seconds=0.5)
 # The connection to a rank that fails may end before that rank has published why.
 _FAILURE_GRACE_S = 0.5
+# The first bucket, and all others.
+_BYTES_BETWEEN_HOSTS = (MIB, 8 * MIB)
 
 
 class GroupTransport(Transport):
     """Averages buckets with the all-reduce of any torch process group, on any device."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__(group)
+        self._wire_dtype = wire_dtype
         self._device = device  # signals travel in host memory wherever the group can do that
         self._posted: _Table | list[Signal] = []
         self._closing: _Table | None = None
         self._weight = 1.0
+        self._weights_are_equal = True
         self._in_flight: list[tuple[Waitable, Bucket]] = []
+        self._received: torch.Tensor | None = None  # by the last all-to-all
+        self._spans_hosts = isinstance(group, PacelineGroup) and not isinstance(
+            group.engine, HostEngine
+        )
         self._failure_channel = failure_channel_of(group)
         # A `paceline` group watches its ranks itself, and the host does not wait for the calls of
         # an accelerator.
         self._polls_failures = device.type == "cpu" and not isinstance(group, PacelineGroup)
+        # Those of accelerators and of `paceline` groups run one after the other.
+        self.overlaps_broadcasts = self._polls_failures
+
+    def bucket_limits(self, chosen: BucketLimits) -> BucketLimits:
+        """Between hosts the link should be busy from the first gradients on, and have little left
+        to do after the last. A number that was measured would be another in each run, and so might
+        be the bits of what is rounded.
+        """
+        if chosen.given or not self._spans_hosts:
+            return chosen
+        return dataclasses.replace(chosen, bytes=_BYTES_BETWEEN_HOSTS)
 
     def _post(self, signal: Signal, single_bucket: bool) -> None:
         del single_bucket
@@ -59,10 +86,14 @@ class GroupTransport(Transport):
 
     def _set_weights(self, weights: Sequence[float]) -> None:
         self._weight = weights[self.rank]
+        self._weights_are_equal = len(set(weights)) == 1
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.scale(self._weight)
-        self._in_flight.append((bucket.all_reduce(self.group), bucket))
+        factor = self._weight
+        if not self._weights_are_equal:
+            bucket.scale(factor)
+            factor = 1.0
+        self._in_flight.append((bucket.all_reduce(self.group, factor, self._wire_dtype), bucket))
 
     def _close(self, signal: Signal) -> None:
         self._closing = self._send(signal)
@@ -90,8 +121,21 @@ class GroupTransport(Transport):
         self._wait(all_reduce(self.group, moved))
         return moved.cpu()
 
-    def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
-        self._wait(all_gather_into(self.group, whole, part))
+    def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        if not self._polls_failures:
+            super().reduce_scatter_into(part, whole)
+            return
+        # That of Gloo sums everything on every rank: it took four times as long as sending each
+        # rank its slice.
+        received = self._received
+        if received is None or received.dtype != whole.dtype or received.numel() < whole.numel():
+            received = self._received = torch.empty_like(whole)
+        received = received[: whole.numel()]
+        self._wait(all_to_all_into(self.group, received, whole))
+        first, *others = received.chunk(self.world)
+        torch.add(first, others[0], out=part)
+        for slice_ in others[1:]:
+            part.add_(slice_)
 
     def _wait(self, work: Waitable) -> None:
         """Wait for a call; if a peer has failed meanwhile, raise what it published."""

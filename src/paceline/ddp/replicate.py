@@ -67,8 +67,24 @@ def _drop_prefix(model: torch.nn.Module, state_dict: dict[str, Any], prefix: str
 
 
 def replicate(model: _Model, **options: Any) -> _Model:
-    """Average the model's gradients over ranks from now on. Options are those of
-    DistributedDataParallel.
+    """Average the model's gradients over ranks from now on, without a wrapper around it.
+
+    Args:
+        model: any module; its class and the names of its parameters stay.
+        **options: those of `DistributedDataParallel`.
+
+    Returns:
+        The same model.
+
+    Raises:
+        MismatchError: the model is not the same on all ranks.
+        ConfigError: an argument is wrong, or there is no process group.
+
+    Example:
+        ```python
+        model = paceline.replicate(torch.nn.Linear(8, 1))
+        model(torch.randn(4, 8)).sum().backward()  # averaged
+        ```
     """
     if model in _replicas:
         raise ConfigError(f"this {type(model).__name__} is replicated already")
@@ -82,8 +98,23 @@ def replicate(model: _Model, **options: Any) -> _Model:
 
 
 def replica_of(model: torch.nn.Module) -> DistributedDataParallel:
-    """The DistributedDataParallel behind a replicated model: for no_sync(), count(), join(),
-    no_more_data().
+    """The `DistributedDataParallel` behind a replicated model.
+
+    Args:
+        model: what `replicate` returned.
+
+    Returns:
+        The object that has `no_sync()`, `count()`, `join()` and `no_more_data()`.
+
+    Raises:
+        ConfigError: the model is not replicated.
+
+    Example:
+        ```python
+        model = paceline.replicate(torch.nn.Linear(8, 1))
+        with paceline.replica_of(model).no_sync():
+            model(torch.randn(4, 8)).sum().backward()
+        ```
     """
     try:
         return _replicas[model]

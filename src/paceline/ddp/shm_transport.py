@@ -50,6 +50,7 @@ class ShmTransport(Transport):
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
         self.comm = group.engine.comm
+        self._reads_directly = self.comm.reads_directly
         copied = [entry.parameter for entry in managed if not self.sums_in_place(entry)]
         self._ring_bytes = _RING_BYTES if len(copied) < len(managed) else 0
         # The arena cannot grow, so it is opened with room for any plan. Averages may be wider than
@@ -211,11 +212,11 @@ class ShmTransport(Transport):
         self._arena.fill(start, addresses, lengths, nbytes)
 
     def sums_in_place(self, managed: ManagedParameter) -> bool:
-        # What an optimizer sums has to be in memory that its peers have mapped.
+        # What an optimizer sums is read by its peers, from here or from memory they have mapped.
         return (
             managed.parameter.nbytes >= _IN_PLACE_FROM_BYTES
             and self.world <= _IN_PLACE_UP_TO_RANKS
-            and not managed.deferred
+            and (self._reads_directly or not managed.deferred)
         )
 
     def distance_to(self, rank: int) -> int:

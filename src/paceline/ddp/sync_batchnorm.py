@@ -18,6 +18,17 @@ class SyncBatchNorm(torch.nn.SyncBatchNorm):
 
     A rank weighs as much as it has samples, none if it has none. Only a training forward
     communicates.
+
+    Args:
+        num_features: channels of the input; the others are those of torch's class as well.
+        process_group: whose samples count; the default group.
+
+    Example:
+        ```python
+        model = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.BatchNorm1d(4))
+        model = paceline.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = paceline.DistributedDataParallel(model)
+        ```
     """
 
     # Set by DistributedDataParallel before each forward: what this rank's loss weighs in the

@@ -258,7 +258,7 @@ class TorchCompat:
             "static_graph": int(config.static_graph),
             "is_multi_device_module": int(self.is_multi_device_module),
             "has_rebuilt_buckets": int(reducer.was_replanned),
-            "can_set_static_graph": 1,
+            "can_set_static_graph": 0,  # it changes nothing here: no reason to be advised to
             "has_error": int(bool(history.last_error)),
             "error": history.last_error,
         }

@@ -29,8 +29,14 @@ import torch.distributed as dist
 
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, Fill
-from paceline.ddp.group_calls import all_gather_into, broadcast_from
-from paceline.ddp.plan import ManagedParameter
+from paceline.ddp.buckets.base import Waitable
+from paceline.ddp.group_calls import (
+    all_gather_into,
+    broadcast_from,
+    reduce_scatter_into,
+    start_broadcast,
+)
+from paceline.ddp.plan import BucketLimits, ManagedParameter
 from paceline.ddp.signals import Signal
 
 __all__ = ["Transport", "TransportMisuse", "TransportState"]
@@ -66,6 +72,8 @@ class Transport(abc.ABC):
     # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent
     # nothing.
     needs_signals_first = True
+    # Whether broadcasts that are under way together are quicker than gathering the same.
+    overlaps_broadcasts = False
     # Whether all work is done at the end of backward: then nobody needs to know when a gradient
     # arrives.
     reduces_at_end = False
@@ -216,6 +224,10 @@ class Transport(abc.ABC):
         """How gradients are copied into memory of `allocate` quickest; None: torch does it."""
         return None
 
+    def bucket_limits(self, chosen: BucketLimits) -> BucketLimits:
+        """The sizes of buckets that suit the way to the peers; what a caller gave is kept."""
+        return chosen
+
     def measure_limit(self) -> int:
         """The bucket size that suits this host, measured together with all ranks; 0: keep torch's.
 
@@ -231,7 +243,22 @@ class Transport(abc.ABC):
 
     def all_gather_into(self, whole: torch.Tensor, part: torch.Tensor) -> None:
         """Every rank's part, one after the other, on the device they are on."""
-        all_gather_into(self.group, whole, part).wait()
+        self._wait(all_gather_into(self.group, whole, part))
+
+    def reduce_scatter_into(self, part: torch.Tensor, whole: torch.Tensor) -> None:
+        """The sum over ranks of this rank's slice of what each of them has. There is one slice for
+        each rank, one after the other.
+        """
+        self._wait(reduce_scatter_into(self.group, part, whole))
+
+    def broadcast_all(self, sourced: Sequence[tuple[int, torch.Tensor]]) -> None:
+        """Overwrite each tensor with that of the rank it is given with, all at once."""
+        works = [start_broadcast(source, self.group, tensor) for source, tensor in sourced]
+        for work in works:
+            self._wait(work)
+
+    def _wait(self, work: Waitable) -> None:
+        work.wait()
 
     def broadcast_from(self, source: int, tensor: torch.Tensor) -> None:
         """Overwrite a tensor with that of rank `source`, on the device it is on."""

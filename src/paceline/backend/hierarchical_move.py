@@ -1,0 +1,343 @@
+"""Broadcast, all-gather and exchange over all ranks of several hosts: bytes that are moved only.
+
+Broadcast and all-gather are one thing, `_Spread`: each host has a segment of the whole, for a
+broadcast one of them has all of it, and every rank gets every segment. The first step in shared
+memory gives all ranks of a host its segment. A short whole then goes through one lane, and from the
+first rank of a host to the others. A long one goes in blocks: each lane sends its slice of the
+host's own block to all other hosts, and the slices that it received are shared inside the host. A
+long broadcast to several hosts first deals a piece to each, so that the link of its host need not
+carry all of it to all of them.
+
+An exchange (gather, scatter, all-to-all) is a table of sizes that all ranks gather, so that all see
+whether they fit, and a transfer by Gloo. What is short travels with the table.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+from itertools import accumulate, islice
+
+import torch
+import torch.distributed as dist
+
+from paceline.backend.host_engine import address_of
+from paceline.backend.host_placement import Placement, cut_range
+from paceline.backend.lane import message_capacity
+from paceline.backend.multi_host_call import MultiHostCall
+from paceline.core.abi import Kind, Request
+from paceline.core.dtypes import BYTES
+from paceline.errors import MismatchError
+
+__all__ = ["all_gather", "as_bytes", "broadcast", "exchange", "exchange_bytes", "lanes_to_move"]
+
+_SHORT_BYTES = 8 << 10
+_SLICE_BYTES = 512 << 10
+_DEPTH = 2
+# What a rank sends with the table of sizes, at most; all ranks together no more than the second.
+_CARRIED_BYTES = 1 << 10
+_ALL_CARRIED_BYTES = 64 << 10
+
+
+def lanes_to_move(placement: Placement, nbytes: int) -> int:
+    """How many lanes are spoken on to move a whole of this length."""
+    return 1 if nbytes <= _SHORT_BYTES else placement.lanes
+
+
+def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
+    """Give every rank the bytes that rank `root` has."""
+    placement = call.placement
+    source = placement.host_of[root]
+    request = Request(kind=Kind.BARRIER, dtype=BYTES, root=-1)
+    if placement.host == source:
+        local_root = placement.local.index(root)
+        request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=local_root, count=data.numel())
+        request.input = request.output = address_of(data)
+    call.run_first_local(request)
+    nbytes = data.numel()
+    if placement.hosts == 2 or nbytes <= _SHORT_BYTES:
+        lengths = [nbytes if host == source else 0 for host in range(placement.hosts)]
+        _Spread(call, data, lengths).run()
+    else:
+        call.compare_headers()
+        pieces = _Spread(call, data, [count for _, count in cut_range(0, nbytes, placement.hosts)])
+        pieces.deal(source)
+        pieces.run()
+
+
+def all_gather(call: MultiHostCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
+    """Give every rank the bytes of all, one tensor for each rank."""
+    members = call.placement.members
+    parts = _Parts([outputs[rank] for of_host in members for rank in of_host])
+    whole, is_in_place = parts.memory()
+    _gather_on_host(call, whole, parts.lengths, tensor)
+    lengths = iter(parts.lengths)
+    segments = [sum(islice(lengths, len(of_host))) for of_host in members]
+    _Spread(call, whole, segments).run()
+    if not is_in_place:
+        parts.fill(whole.split(parts.lengths))
+
+
+def _gather_on_host(
+    call: MultiHostCall, whole: torch.Tensor, parts: Sequence[int], tensor: torch.Tensor
+) -> None:
+    """Collect the tensors of this host's ranks in its segment of the whole."""
+    placement = call.placement
+    first = sum(len(members) for members in placement.members[: placement.host])
+    last = first + len(placement.local)
+    address = whole.data_ptr() + sum(parts[:first])
+    mine = as_bytes(tensor)
+    request = Request(kind=Kind.ALLGATHER, dtype=BYTES, root=-1, count=mine.numel())
+    request.input = address_of(mine)
+    request.outputs, request.out_counts = _table(address, parts[first:last])
+    call.run_first_local(request)
+
+
+def _table(address: int, lengths: Sequence[int]) -> tuple[C.Array[C.c_void_p], C.Array[C.c_uint64]]:
+    """Parts of these lengths, one behind the other, for the core."""
+    starts = [0, *accumulate(lengths)][:-1]
+    return (
+        (C.c_void_p * len(lengths))(*(address + start for start in starts)),
+        (C.c_uint64 * len(lengths))(*lengths),
+    )
+
+
+def _adjoining(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The memory of all parts if they lie one behind the other, as those of one tensor do."""
+    first, nbytes = parts[0], sum(part.numel() for part in parts)
+    storage = first.untyped_storage()
+    position = first.data_ptr()
+    for part in parts:
+        if part.data_ptr() != position or part.untyped_storage().data_ptr() != storage.data_ptr():
+            return None
+        position += part.numel()
+    return first.as_strided((nbytes,), (1,))
+
+
+class _Spread:
+    """Every rank of host h has segment h of the whole, and gets the others."""
+
+    def __init__(self, call: MultiHostCall, whole: torch.Tensor, lengths: Sequence[int]) -> None:
+        self._call = call
+        self._placement = call.placement
+        self._whole = whole
+        self._address = whole.data_ptr()
+        self._lengths = lengths
+        self._starts = [0, *accumulate(lengths)][:-1]
+        self._lanes = lanes_to_move(call.placement, whole.numel())
+        self._slice_bytes = min(_SLICE_BYTES, message_capacity(call.placement.hosts))
+        self._blocks = -(-max(lengths) // (self._lanes * self._slice_bytes))
+
+    def run(self) -> None:
+        if self._whole.numel() <= _SHORT_BYTES:
+            self._run_whole()
+            return
+        for step in range(self._blocks + _DEPTH):
+            if step < self._blocks and self._call.speaks:
+                self._contribute(step)
+            if step >= _DEPTH:
+                self._collect(step - _DEPTH)
+
+    def deal(self, source: int) -> None:
+        """Give every host its segment of the whole, which the ranks of host `source` have."""
+        host, index = self._placement.host, self._placement.local_index
+        for block in range(self._blocks):
+            if host != source:
+                slices = self._slices(host, block)
+                if self._call.speaks:
+                    self._receive(source, *slices[index])
+                if slices[0][1] > 0:
+                    self._share(slices)
+            elif self._call.speaks:
+                for other in self._placement.other_hosts:
+                    self._send(*self._slices(other, block)[index], [other])
+
+    def _run_whole(self) -> None:
+        call, host = self._call, self._placement.host
+        if call.speaks:
+            if self._lengths[host] == 0:
+                call.send_header()
+            self._send(self._starts[host], self._lengths[host], self._placement.other_hosts)
+            messages = call.receive_first()
+            for other, message in zip(self._placement.other_hosts, messages, strict=True):
+                self._part(self._starts[other], self._lengths[other]).copy_(
+                    message.data(self._lengths[other])
+                )
+        if not call.all_speak:
+            nbytes = self._whole.numel()
+            request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=0, count=nbytes)
+            request.input = request.output = self._address
+            call.run_local(request)
+        if call.speaks:
+            call.received()
+
+    # --- long ones --------------------------------------------------------------------------------
+    def _slices(self, host: int, block: int) -> list[tuple[int, int]]:
+        """Where the slice of each lane of a host's block begins, and how long it is."""
+        block_bytes = self._lanes * self._slice_bytes
+        start = min(block * block_bytes, self._lengths[host])
+        count = min(block_bytes, self._lengths[host] - start)
+        return cut_range(self._starts[host] + start, count, self._lanes)
+
+    def _contribute(self, block: int) -> None:
+        start, count = self._slices(self._placement.host, block)[self._placement.local_index]
+        if block == 0 and count == 0:
+            # Its first message shows what call a host makes.
+            self._call.send_header()
+        self._send(start, count, self._placement.other_hosts)
+
+    def _collect(self, block: int) -> None:
+        if block == 0:
+            self._agree()
+        for host in self._placement.other_hosts:
+            slices = self._slices(host, block)
+            if self._call.speaks:
+                self._receive(host, *slices[self._placement.local_index])
+            if slices[0][1] > 0:
+                self._share(slices)
+
+    def _agree(self) -> None:
+        if self._call.speaks:
+            self._call.receive_first()
+            for host in self._placement.other_hosts:
+                if self._slices(host, 0)[self._placement.local_index][1] == 0:
+                    self._call.links.lane.received(host)
+        if not self._call.all_speak:
+            self._call.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+
+    def _receive(self, host: int, start: int, count: int) -> None:
+        if count > 0:
+            lane = self._call.links.lane
+            message = lane.receive(host, self._call.left())
+            self._part(start, count).copy_(message.data(count))
+            lane.received(host)
+
+    def _share(self, slices: Sequence[tuple[int, int]]) -> None:
+        """Give all ranks of this host what its lanes received."""
+        lengths = [count for _, count in slices]
+        lengths += [0] * (len(self._placement.local) - self._lanes)
+        request = Request(kind=Kind.ALLGATHER, dtype=BYTES, root=-1)
+        if self._call.speaks:
+            start, request.count = slices[self._placement.local_index]
+            request.input = self._address + start
+        request.outputs, request.out_counts = _table(self._address + slices[0][0], lengths)
+        self._call.run_local(request)
+
+    # --- bytes ------------------------------------------------------------------------------------
+    def _part(self, start: int, count: int) -> torch.Tensor:
+        return self._whole[start : start + count]
+
+    def _send(self, start: int, count: int, hosts: Sequence[int]) -> None:
+        if count > 0:
+            call = self._call
+            lane = call.links.lane
+            message = lane.outgoing(call.header, call.left())
+            message.data(count).copy_(self._part(start, count))
+            lane.send(message, count, hosts)
+
+
+# --- exchange -------------------------------------------------------------------------------------
+def exchange(
+    call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Every rank sends every other something, of any size."""
+    size = call.placement.size
+    to_send, to_receive = _Parts(inputs), _Parts(outputs)
+    carried = _carried_bytes(size)
+    mine = torch.zeros(_row_bytes(size), dtype=torch.uint8)
+    table = mine[: 16 * size].view(torch.int64).view(2, size)
+    table.copy_(torch.tensor([to_send.lengths, to_receive.lengths]))
+    if sum(to_send.lengths) <= carried:
+        data = to_send.joined()
+        mine[16 * size :][: data.numel()].copy_(data)
+    rows = torch.empty((size, len(mine)), dtype=torch.uint8)
+    all_gather(call, rows.unbind(), mine)
+    tables = rows[:, : 16 * size].contiguous().view(torch.int64).view(size, 2, size)
+    _check_sizes(call, tables)
+    sent = tables[:, 0, :]
+    if int(sent.sum(1).max()) <= carried:
+        to_receive.fill(_carried_parts(call.placement.rank, rows[:, 16 * size :], sent))
+    else:
+        _exchange_over_gloo(call, to_receive, to_send, is_even=bool((sent == sent[0, 0]).all()))
+
+
+def _exchange_over_gloo(
+    call: MultiHostCall, to_receive: _Parts, to_send: _Parts, *, is_even: bool
+) -> None:
+    options = dist.AllToAllOptions()
+    options.timeout = call.left()
+    lengths = ([], []) if is_even else (to_receive.lengths, to_send.lengths)
+    received, is_in_place = to_receive.memory()
+    gloo = call.links.all_ranks
+    call.await_gloo(gloo.alltoall_base(received, to_send.joined(), *lengths, options))
+    if not is_in_place:
+        to_receive.fill(received.split(to_receive.lengths))
+
+
+class _Parts:
+    """One tensor for each rank, as bytes."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._parts = [as_bytes(tensor) for tensor in tensors]
+        self.lengths = [part.numel() for part in self._parts]
+        self._adjoining = _adjoining(self._parts)
+
+    def joined(self) -> torch.Tensor:
+        """All bytes, one part behind the other."""
+        return torch.cat(self._parts) if self._adjoining is None else self._adjoining
+
+    def memory(self) -> tuple[torch.Tensor, bool]:
+        """Memory for all bytes, and whether it is that of the tensors."""
+        if self._adjoining is not None:
+            return self._adjoining, True
+        return torch.empty(sum(self.lengths), dtype=torch.uint8), False
+
+    def fill(self, data: Sequence[torch.Tensor]) -> None:
+        for part, received in zip(self._parts, data, strict=True):
+            part.copy_(received)
+
+
+def exchange_bytes(placement: Placement) -> int:
+    """What ranks gather for an exchange, all together."""
+    return placement.size * _row_bytes(placement.size)
+
+
+def _carried_bytes(size: int) -> int:
+    return min(_CARRIED_BYTES, _ALL_CARRIED_BYTES // size) // 8 * 8
+
+
+def _row_bytes(size: int) -> int:
+    """Two tables of sizes, and what is carried with them."""
+    return 16 * size + _carried_bytes(size)
+
+
+def _carried_parts(rank: int, rows: torch.Tensor, sent: torch.Tensor) -> list[torch.Tensor]:
+    starts = sent[:, :rank].sum(1).tolist()
+    lengths = sent[:, rank].tolist()
+    return [
+        row[start : start + length]
+        for row, start, length in zip(rows, starts, lengths, strict=True)
+    ]
+
+
+def _check_sizes(call: MultiHostCall, tables: torch.Tensor) -> None:
+    """Every rank sees what each sends to and expects from each, so that all reach the same
+    conclusion.
+    """
+    sizes_sent, sizes_wanted = tables[:, 0, :], tables[:, 1, :].T
+    if not torch.equal(sizes_sent, sizes_wanted):
+        source, goal = (sizes_sent != sizes_wanted).nonzero()[0].tolist()
+        sends, expects = int(sizes_sent[source, goal]), int(sizes_wanted[source, goal])
+        raise MismatchError(
+            f"{Kind.NAMES[call.record.kind]}: rank {source} sends {sends} bytes to rank {goal}, "
+            f"which expects {expects}; give tensors of the same size and type on both sides",
+            {source: f"sends {sends}", goal: f"expects {expects}"},
+        )
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, as bytes."""
+    if tensor.numel() == 0:
+        return tensor.new_empty(0, dtype=torch.uint8)
+    # A single element may have any stride and still count as contiguous.
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8)

@@ -1,0 +1,156 @@
+"""What happens to a group on several hosts when one of them is killed, cut off or slow. Hosts are
+network namespaces.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.harness import init_group, run_ranks
+from tests.harness.hosts import enter, simulated_hosts
+
+pytestmark = pytest.mark.netns
+
+LENGTHS = (3, 2_000_000)  # short, on the caller's thread; long, on the group's
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_killed_host_ends_the_waits_of_the_others(length):
+    def check(rank, world, hosts):
+        import os
+        import signal
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        enter(hosts[rank // 2])
+        init_group("paceline")
+        dist.all_reduce(torch.ones(length))
+        if rank >= 2:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(GroupError):
+            dist.all_reduce(torch.ones(length))
+        noticed = time.monotonic()
+        with pytest.raises(GroupError):  # and at once from then on
+            dist.all_reduce(torch.ones(length))
+        return time.monotonic() - noticed
+
+    with simulated_hosts(2) as hosts:
+        outcomes = run_ranks(4, check, hosts, check=False, timeout=60)
+    assert [outcome.error is None for outcome in outcomes] == [True, True, False, False]
+    assert all(outcome.value < 5 for outcome in outcomes[:2])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_a_cut_link_ends_calls_at_their_time_limit(length):
+    def check(rank, world, hosts):
+        import subprocess
+        import time
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import CollectiveTimeout, GroupError
+
+        enter(hosts[rank // 2])
+        init_group("paceline", timeout=timedelta(seconds=4))
+        dist.all_reduce(torch.ones(length))
+        dist.barrier()
+        if rank == 3:
+            time.sleep(0.5)  # the others have what the barrier sent them
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        time.sleep(1.0)
+        start = time.monotonic()
+        with pytest.raises(GroupError) as raised:
+            dist.all_reduce(torch.ones(length))
+        elapsed = time.monotonic() - start
+        dist.group.WORLD.abort()  # nobody is left to say goodbye to
+        return elapsed, isinstance(raised.value, CollectiveTimeout)
+
+    with simulated_hosts(2) as hosts:
+        outcomes = run_ranks(4, check, hosts, timeout=90)
+    assert all(elapsed < 30 for elapsed, _ in outcomes), outcomes
+    assert any(is_timeout for _, is_timeout in outcomes), outcomes
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_ctrl_c_ends_a_wait_for_a_host_that_is_cut_off(length):
+    def check(rank, world, hosts):
+        import os
+        import signal
+        import subprocess
+        import threading
+        import time
+        from datetime import timedelta
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        enter(hosts[rank])
+        init_group("paceline", timeout=timedelta(seconds=60))
+        dist.all_reduce(torch.ones(length))
+        dist.barrier()
+        if rank == 1:
+            time.sleep(0.5)  # the others have what the barrier sent them
+            subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
+        time.sleep(1.0)
+        timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+        start = time.monotonic()
+        timer.start()
+        with pytest.raises((KeyboardInterrupt, GroupError)):
+            dist.all_reduce(torch.ones(length))
+        timer.join()
+        return time.monotonic() - start
+
+    with simulated_hosts(2) as hosts:
+        assert all(elapsed < 20 for elapsed in run_ranks(2, check, hosts, timeout=90))
+
+
+def test_a_slow_host_is_waited_for():
+    def check(rank, world, hosts):
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        enter(hosts[rank // 2])
+        init_group("paceline")
+        for length in (*LENGTHS, *LENGTHS):
+            if rank >= 2:
+                time.sleep(0.3)
+            data = torch.ones(length)
+            dist.all_reduce(data)
+            assert torch.equal(data, torch.full((length,), float(world)))
+        dist.destroy_process_group()
+
+    with simulated_hosts(2) as hosts:
+        run_ranks(4, check, hosts, timeout=60)
+
+
+@pytest.mark.parametrize("interface", [None, "lo", "eth7"])
+def test_hosts_that_do_not_reach_each_other_are_told_which_variable_to_set(interface):
+    def check(rank, world, hosts):
+        import os
+        import socket
+        from datetime import timedelta
+
+        from paceline import GroupError
+
+        enter(hosts[rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = interface or ""
+        if interface is None:
+            del os.environ["GLOO_SOCKET_IFNAME"]
+            if not socket.gethostbyname(socket.gethostname()).startswith("127."):
+                return  # another address that both namespaces lack
+        with pytest.raises(GroupError, match=r"Set GLOO_SOCKET_IFNAME on every host.*eth0"):
+            init_group("paceline", timeout=timedelta(seconds=1))
+
+    with simulated_hosts(2) as hosts:
+        run_ranks(2, check, hosts, timeout=60)

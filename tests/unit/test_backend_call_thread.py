@@ -1,0 +1,57 @@
+"""Calls that run in a thread of their own, and are given up when it is known that they are in
+vain.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from paceline.backend.call_thread import CallThread, GivingUp
+from paceline.errors import GroupAborted
+
+
+class Broken:
+    """A group that may be broken; its calls wait until they are ended."""
+
+    def __init__(self):
+        self.is_broken, self.ended = threading.Event(), threading.Event()
+        self.calls = CallThread("test", GivingUp(self.is_broken.is_set, self.ended.set))
+
+    def wait_forever(self):
+        assert self.ended.wait(30)
+        raise RuntimeError("connection closed")
+
+
+@pytest.fixture
+def group():
+    group = Broken()
+    yield group
+    group.ended.set()
+    group.calls.close()
+
+
+def test_a_call_is_waited_for_while_the_group_is_whole(group):
+    ticket = group.calls.start(group.wait_forever)
+    assert not ticket.wait(timeout_ns=50_000_000)
+    assert not ticket.done()
+    group.ended.set()
+    with pytest.raises(RuntimeError, match="connection closed"):
+        ticket.wait()
+
+
+def test_a_call_of_a_broken_group_is_made_to_end(group):
+    ticket = group.calls.start(group.wait_forever)
+    threading.Timer(0.1, group.is_broken.set).start()
+    with pytest.raises(GroupAborted, match="have changed during a call"):
+        ticket.wait()
+    assert ticket.done()
+
+
+def test_what_is_under_way_when_the_group_breaks_still_counts(group):
+    group.is_broken.set()
+    ticket = group.calls.start(lambda: time.sleep(0.04))
+    assert ticket.wait()
+    assert not group.ended.is_set()
