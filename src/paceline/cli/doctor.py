@@ -48,11 +48,26 @@ _PREFIXES = (
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "trace", nargs="?", type=pathlib.Path, metavar="DIR",
-        help="what `paceline run --trace DIR` recorded: also say what its optimizer costs",
+        help="what `paceline run --trace DIR` recorded: also say what its optimizer costs, or with "
+        "--hosts how it will scale",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print everything as JSON")
     parser.add_argument(
         "--no-smoke-test", action="store_true", help="leave out the test that starts two ranks"
+    )
+    hosts = parser.add_argument_group(
+        "several hosts (started on every rank, by any launcher; rank 0 reports)"
+    )
+    hosts.add_argument(
+        "--hosts", action="store_true",
+        help="measure what is between and inside the hosts of this job instead",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--parameters", type=float, metavar="N",
+        help="with --hosts: also say how a model of N float32 parameters will scale, e.g. 17e6",
+    )  # fmt: skip
+    hosts.add_argument(
+        "--step-ms", type=float, metavar="MS", help="what a step of that model takes on one host"
     )
 
 
@@ -70,6 +85,10 @@ class _Finding:
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.hosts:
+        from paceline.cli.doctor_hosts import run_between_hosts
+
+        return run_between_hosts(options)
     checks: list[Callable[[], _Finding]] = [
         _versions, _system, _cores, _threads, _memory, _shared_memory, _native_core, _backends,
         _accelerator, _environment, _optimizers,

@@ -1,0 +1,208 @@
+"""Measures what hosts have between and inside them, with all ranks at work as in training.
+
+Hosts meet in pairs, all pairs of a round at once: as many ranks on each side as the smallest host
+has, each with one partner, sending both ways. Of what ranks of a host or a pair measure, the worst
+counts: a collective waits for it.
+"""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from paceline._linux import host_identity
+from paceline.backend.host_placement import Placement
+from paceline.ddp.group_transport import GroupTransport
+from paceline.diagnostics.network_figures import (
+    HostFigures,
+    NetworkFigures,
+    PairFigures,
+    pairings,
+)
+from paceline.diagnostics.scaling_model import Link
+
+__all__ = ["measure_network"]
+
+_PINGS, _BURST, _REPEATS = 30, 64, 5
+_TRIAL_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
+_TRANSFER_S = 0.2
+_INSIDE_BYTES = 16 << 20
+_MATRIX = 384
+_LARGEST_SHARE = 0.9
+
+
+def measure_network() -> NetworkFigures:
+    """The hosts of the default group. All its ranks call this, and all get the result."""
+    return _Probe().measure()
+
+
+class _Probe:
+    """One rank's part in the measurement."""
+
+    def __init__(self) -> None:
+        group = dist.group.WORLD
+        assert group is not None
+        told = GroupTransport(group, torch.device("cpu")).all_gather_text(
+            f"{host_identity()} {socket.gethostname()}"
+        )
+        identities = [text.split(" ")[0] for text in told]
+        distinct = list(dict.fromkeys(identities))
+        self._placement = Placement.of(
+            dist.get_rank(), [distinct.index(identity) for identity in identities]
+        )
+        # How much longer than its work this rank takes where cores are shared with others; and the
+        # share of its speed that a busy link takes.
+        self._waits_for_core, self._core_share = 1.0, 0.0
+        self._names = [told[members[0]].split(" ")[1] for members in self._placement.members]
+
+    def measure(self) -> NetworkFigures:
+        hosts = self._measure_hosts()
+        rounds = pairings(len(hosts))
+        nbytes = self._choose_transfer(rounds)
+        pairs, messages, core_shares = [], [0.0], [0.0]
+        for met in rounds:
+            peer = self._peer(met)
+            latency_s = self._over_hosts(self._ping(peer))
+            transfer_s = self._over_hosts(self._transfer(peer, nbytes))
+            messages += self._over_hosts(self._burst(peer, latency_s[self._placement.host]))
+            core_shares += self._over_hosts(self._core_share)
+            for pair in met:
+                latency, seconds = (max(both[h] for h in pair) for both in (latency_s, transfer_s))
+                link = Link(latency, self._placement.lanes * nbytes / seconds)
+                pairs.append(PairFigures(pair, link))
+        return NetworkFigures(tuple(hosts), tuple(pairs), max(messages), max(core_shares))
+
+    def _over_hosts(self, value: float) -> list[float]:
+        """The largest value of any rank, by host; the same list on all ranks."""
+        table = torch.zeros(self._placement.hosts, dtype=torch.float64)
+        table[self._placement.host] = value
+        dist.all_reduce(table, dist.ReduceOp.MAX)
+        values: list[float] = table.tolist()
+        return values
+
+    # --- inside a host ----------------------------------------------------------------------------
+
+    def _measure_hosts(self) -> list[HostFigures]:
+        latency_s, transfer_s = self._sum_inside()
+        matrix = torch.ones(_MATRIX, _MATRIX)
+        dist.barrier()
+        began, cpu_began = time.perf_counter(), time.thread_time()
+        shortest = _shortest(lambda: matrix @ matrix, 10 * _REPEATS)
+        taken, cpu_taken = time.perf_counter() - began, time.thread_time() - cpu_began
+        self._waits_for_core = max(taken / cpu_taken, 1.0)
+        figures = zip(
+            self._names,
+            self._placement.members,
+            self._over_hosts(latency_s),
+            self._over_hosts(transfer_s),
+            self._over_hosts(shortest),
+            strict=True,
+        )
+        return [
+            HostFigures(
+                name,
+                len(members),
+                None if len(members) == 1 else Link(latency, _INSIDE_BYTES / seconds),
+                compute,
+            )
+            for name, members, latency, seconds, compute in figures
+        ]
+
+    def _sum_inside(self) -> tuple[float, float]:
+        """Seconds of an all-reduce of this host's ranks: a short one, and what a long one adds."""
+        members = list(self._placement.local)
+        if len(members) == 1:
+            return 0.0, 1.0
+        group = dist.new_group(members, use_local_synchronization=True)
+        assert group is not None
+        short, long = torch.zeros(2), torch.zeros(_INSIDE_BYTES // 4)
+        latency_s = _shortest(lambda: dist.all_reduce(short, group=group), 10 * _REPEATS)
+        transfer_s = _shortest(lambda: dist.all_reduce(long, group=group))
+        dist.destroy_process_group(group)
+        return latency_s, max(transfer_s - latency_s, 1e-9)
+
+    # --- between hosts ----------------------------------------------------------------------------
+
+    def _peer(self, met: list[tuple[int, int]]) -> int | None:
+        """The rank this one talks to in a round; None if it has none."""
+        host = self._placement.host
+        for pair in met:
+            if host in pair and self._placement.has_lane:
+                other = pair[1] if pair[0] == host else pair[0]
+                return self._placement.members[other][self._placement.local_index]
+        return None
+
+    def _choose_transfer(self, rounds: list[list[tuple[int, int]]]) -> int:
+        """How many bytes a rank sends in about the time a measurement may take."""
+        if not rounds:
+            return 0
+        seconds = max(self._over_hosts(self._transfer(self._peer(rounds[0]), _TRIAL_BYTES)))
+        return min(max(int(_TRIAL_BYTES * _TRANSFER_S / seconds), _TRIAL_BYTES), _MOST_BYTES)
+
+    def _transfer(self, peer: int | None, nbytes: int) -> float:
+        """Seconds for so many bytes each way, while the other ranks do the same."""
+        if peer is None:
+            return 0.0
+        sent = torch.zeros(nbytes, dtype=torch.uint8)
+        received = torch.empty_like(sent)
+
+        def both_ways() -> None:
+            _wait(dist.irecv(received, peer), dist.isend(sent, peer))
+
+        both_ways()  # connects, and lets both begin together
+        began, cpu_began = time.perf_counter(), time.process_time()
+        shortest = _shortest(both_ways)
+        taken, cpu_taken = time.perf_counter() - began, time.process_time() - cpu_began
+        self._core_share = min(cpu_taken / taken * self._waits_for_core, _LARGEST_SHARE)
+        return shortest
+
+    def _ping(self, peer: int | None) -> float:
+        """Half of a round trip, between the first ranks of two hosts."""
+        if peer is None or self._placement.local_index:
+            return 0.0
+        data = torch.zeros(1)
+        times = []
+        for _ in range(_PINGS):
+            started = time.perf_counter()
+            if self._placement.rank < peer:
+                dist.send(data, peer)
+                dist.recv(data, peer)
+            else:
+                dist.recv(data, peer)
+                dist.send(data, peer)
+            times.append(time.perf_counter() - started)
+        return statistics.median(times) / 2
+
+    def _burst(self, peer: int | None, latency_s: float) -> float:
+        """What each of many short messages takes its sender."""
+        if peer is None or self._placement.local_index:
+            return 0.0
+        data = [torch.zeros(1) for _ in range(_BURST)]
+        started = time.perf_counter()
+        if self._placement.rank < peer:
+            _wait(*[dist.isend(message, peer) for message in data])
+            dist.recv(data[0], peer)
+        else:
+            _wait(*[dist.irecv(message, peer) for message in data])
+            dist.send(data[0], peer)
+        return max(time.perf_counter() - started - 2 * latency_s, 0.0) / _BURST
+
+
+def _wait(*works: dist.Work | None) -> None:
+    for work in works:
+        assert work is not None, "this rank is in the group"
+        work.wait()
+
+
+def _shortest(action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    times = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    return min(times)

@@ -1,0 +1,243 @@
+"""Compares the scaling model with runs between simulated hosts (needs root and iproute2):
+
+    python tools/check_scaling_model.py                      # all of them
+    python tools/check_scaling_model.py --hosts 2x2 --links 1gbit
+
+In each run the ranks measure their network as `paceline doctor --hosts` does, and a step without
+exchange. From these alone the model says what all-reduces and steps take; then they are timed. The
+last column is predicted over measured. Exit status 1 if one is off by more than a fifth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from paceline.bench.bench_tools import join_group, print_table
+from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
+from paceline.diagnostics.scaling_model import (
+    Algorithm,
+    Cluster,
+    Link,
+    Network,
+    Workload,
+    all_reduce_s,
+    step_s,
+)
+
+_HOSTS = ("2x2", "3x1", "4x1")
+_LINKS = ("200mbit", "500mbit", "1gbit")
+_SIZES = (2 << 20, 8 << 20)
+_WIDTH, _LAYERS, _BATCH = 1024, 4, 64
+_REPEATS = 3
+_TOLERANCE = 0.2
+_MS = 1e3
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """One thing that was predicted and timed, in seconds."""
+
+    what: str
+    algorithm: Algorithm
+    predicted_s: float
+    measured_s: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted_s / self.measured_s
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compare the scaling model with measured runs.")
+    parser.add_argument("--hosts", nargs="+", default=_HOSTS, metavar="HxR")
+    parser.add_argument("--links", nargs="+", default=_LINKS, metavar="RATE")
+    parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures")
+    options = parser.parse_args()
+    report: list[dict[str, Any]] = []
+    for hosts in options.hosts:
+        for link in options.links:
+            network, rows = _compare(*hosts_and_ranks(hosts), link)
+            _print(hosts, link, network, rows)
+            report += [_entry(hosts, link, row) for row in rows]
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=1))
+    off = [entry for entry in report if abs(entry["ratio"] - 1) > _TOLERANCE]
+    good = len(report) - len(off)
+    sys.stdout.write(f"{good} of {len(report)} predictions are within {_TOLERANCE:.0%}\n")
+    return 1 if off else 0
+
+
+def _entry(hosts: str, link: str, row: _Row) -> dict[str, Any]:
+    figures = dataclasses.asdict(row) | {"algorithm": str(row.algorithm), "ratio": row.ratio}
+    return {"hosts": hosts, "link": link, **figures}
+
+
+def _compare(hosts: int, per_host: int, link: str) -> tuple[Network, list[_Row]]:
+    from torch.multiprocessing.spawn import start_processes
+
+    world = hosts * per_host
+    with tempfile.TemporaryDirectory() as directory, simulated_hosts(hosts, link) as pids:
+        result = pathlib.Path(directory, "result.json")
+        start_processes(
+            _run_rank, args=(world, pids, directory, result), nprocs=world, start_method="spawn"
+        )
+        found = json.loads(result.read_text())
+    between, inside = (Link(*found["network"][kind]) for kind in ("between", "inside"))
+    shares = (found["network"][name] for name in ("message_s", "core_share"))
+    cluster = Cluster(hosts, per_host, Network(between, inside, *shares))
+    rows = [
+        _Row(
+            f"all-reduce of {size >> 20} MiB", algorithm, all_reduce_s(cluster, size, algorithm), s
+        )
+        for algorithm in Algorithm
+        for size, s in zip(_SIZES, found["all_reduce_s"][str(algorithm)], strict=True)
+    ]
+    for algorithm in Algorithm:
+        buckets = tuple(found["buckets"][str(algorithm)])
+        work = Workload(sum(buckets), found["compute_s"], bucket_bytes=buckets)
+        measured = found["step_s"][str(algorithm)]
+        rows.append(_Row("step", algorithm, step_s(cluster, work, algorithm), measured))
+    return cluster.network, rows
+
+
+def _print(hosts: str, link: str, network: Network, rows: list[_Row]) -> None:
+    between = network.between
+    title = f"{hosts} hosts x ranks, {link}: found {between.latency_s * 1e6:.0f} us, "
+    title += f"{between.bytes_per_s / 1e6:.1f} MB/s; message {network.message_s * 1e6:.0f} us; "
+    title += f"{network.core_share:.0%} of cores; "
+    inside = network.inside
+    title += f"inside {inside.latency_s * 1e6:.0f} us, {inside.bytes_per_s / 1e6:.0f} MB/s"
+    cells = [
+        (
+            row.what,
+            str(row.algorithm),
+            f"{row.predicted_s * _MS:.1f} ms",
+            f"{row.measured_s * _MS:.1f} ms",
+            f"{row.ratio:.2f}",
+        )
+        for row in rows
+    ]
+    columns = ("what", "way", "predicted", "measured", "ratio")
+    print_table(title, columns, cells, text_columns=("what", "way"))
+
+
+# --- on every rank --------------------------------------------------------------------------------
+
+
+def _run_rank(rank: int, world: int, pids: list[int], directory: str, result: pathlib.Path) -> None:
+    enter(pids[rank * len(pids) // world])
+    import torch.distributed as dist
+
+    from paceline.diagnostics.network_probe import measure_network
+
+    join_group("paceline", directory, rank, world)
+    network = measure_network().network()
+    found = {"network": dataclasses.asdict(network), "compute_s": _median_s(_step(_model()))}
+    found["network"] |= {
+        kind: dataclasses.astuple(getattr(network, kind)) for kind in ("between", "inside")
+    }
+    found |= _timed_all_reduces() | _timed_steps()
+    if rank == 0:
+        result.write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _groups() -> dict[Algorithm, Any]:
+    import torch
+    import torch.distributed as dist
+
+    import paceline
+
+    rounded = paceline.GroupOptions(wire_dtype=torch.bfloat16)
+    return {
+        Algorithm.FLAT_RING: dist.new_group(backend="gloo"),
+        Algorithm.HIERARCHY: dist.group.WORLD,
+        Algorithm.HIERARCHY_BFLOAT16: dist.new_group(pg_options=rounded),
+    }
+
+
+def _timed_all_reduces() -> dict[str, Any]:
+    import torch
+    import torch.distributed as dist
+
+    found = {}
+    for algorithm, group in _groups().items():
+        tensors = [torch.zeros(size // 4) for size in _SIZES]
+        found[str(algorithm)] = [
+            _median_s(functools.partial(dist.all_reduce, tensor, group=group)) for tensor in tensors
+        ]
+    return {"all_reduce_s": found}
+
+
+def _timed_steps() -> dict[str, Any]:
+    import torch
+
+    import paceline
+
+    stock = torch.nn.parallel.DistributedDataParallel
+    ours = paceline.DistributedDataParallel
+    groups = _groups()
+    models: dict[Algorithm, Any] = {
+        Algorithm.FLAT_RING: stock(_model(), process_group=groups[Algorithm.FLAT_RING]),
+        Algorithm.HIERARCHY: ours(_model()),
+        Algorithm.HIERARCHY_BFLOAT16: ours(_model(), wire_dtype=torch.bfloat16),
+    }
+    seconds = {str(algorithm): _median_s(_step(model)) for algorithm, model in models.items()}
+    planned = [bucket.nbytes for bucket in models[Algorithm.HIERARCHY].reducer.buckets]
+    layer = planned[0]  # a bucket of stock DDP after the first, of one layer, is 25 MiB
+    buckets = dict.fromkeys(seconds, planned)
+    buckets[str(Algorithm.FLAT_RING)] = [layer, sum(planned) - layer]
+    return {"step_s": seconds, "buckets": buckets}
+
+
+def _model() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(_WIDTH, _WIDTH) for _ in range(_LAYERS)]
+    return torch.nn.Sequential(*layers)
+
+
+def _step(model: Any) -> Callable[[], object]:
+    import torch
+
+    batch = torch.randn(_BATCH, _WIDTH)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    return step
+
+
+def _median_s(action: Callable[[], object]) -> float:
+    """The median time of the slowest rank; two calls before are not counted."""
+    import torch
+    import torch.distributed as dist
+
+    times = []
+    for _ in range(2 + _REPEATS):
+        dist.barrier()
+        started = time.perf_counter()
+        action()
+        times.append(time.perf_counter() - started)
+    slowest = torch.tensor(times[2:])
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return statistics.median(slowest.tolist())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
