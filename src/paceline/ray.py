@@ -18,13 +18,14 @@ training function uses Paceline's classes there as it would torch's.
 
 from __future__ import annotations
 
-import socket
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from paceline.errors import ConfigError, LaunchError
+from paceline.launch.messages import ElasticConfig
+from paceline.ray_elastic import ElasticRun, NewActor
+from paceline.ray_workers import Outcome, Worker
 
 __all__ = ["launch"]
 
@@ -40,39 +41,63 @@ def launch(
     resources_per_worker: Mapping[str, float] | None = None,
     env: Mapping[str, str] | None = None,
     placement_timeout_s: float = _PLACEMENT_TIMEOUT_S,
+    elastic: tuple[int, int] | None = None,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `num_workers` Ray actors; returns each rank's result, in rank
-    order.
+    """Call a function on Ray actors, the ranks of a job.
 
     Connects to the cluster the environment names (RAY_ADDRESS) or one that `ray.init` was called
-    for, else starts a local one and shuts it down afterwards. `resources_per_worker` is as in Ray:
-    {"CPU": 2, "GPU": 1, ...}; default one CPU.
+    for, else starts a local one and shuts it down afterwards. Resources for all workers are
+    reserved before any starts. Ctrl-C kills all of them.
 
-    Resources for all workers are reserved before any starts; if the cluster has not enough within
-    `placement_timeout_s`, raises `ConfigError` with what it has and what was requested. The first
-    error of a rank is raised here, the others are killed; a worker that died gives a `LaunchError`
-    with its rank. Ctrl-C kills all of them.
+    Args:
+        fn: called as `fn(*args, **kwargs)` on every rank.
+        num_workers: how many ranks.
+        args: its arguments, the same for all.
+        kwargs: its keyword arguments.
+        resources_per_worker: as in Ray: {"CPU": 2, "GPU": 1, ...}; default one CPU.
+        env: variables to set in the ranks.
+        placement_timeout_s: how long to wait for the resources.
+        elastic: `(min, max)` makes it an elastic job, in which `fn` trains with
+            `paceline.Training`: an actor that dies is replaced, and costs neither a sample nor a
+            bit. There is a place for `max` actors; `num_workers` are started, and `paceline scale`
+            on the driver's host changes their number.
+
+    Returns:
+        Each rank's result, in rank order; in an elastic job, of those that were there at the
+        end.
+
+    Raises:
+        ConfigError: Ray is not installed, or the cluster has not enough resources; says what it has
+            and what was requested.
+        LaunchError: a worker died. The first error of a rank is raised as it is; the others are
+            killed.
+
+    Example:
+        ```python
+        def train(lr):
+            paceline.init_process_group()
+            return paceline.rank()
+
+        results = paceline.ray.launch(train, num_workers=2, args=(0.1,))
+        ```
     """
     ray = _import_ray()
     if num_workers < 1:
         raise ConfigError(f"num_workers should be 1 or more but is {num_workers}")
+    config = None if elastic is None else _elastic_config(elastic, num_workers)
+    places = num_workers if config is None else config.max_ranks
     resources = dict(resources_per_worker or {"CPU": 1.0})
     started_here = not ray.is_initialized()
     if started_here:
         ray.init(log_to_driver=True, include_dashboard=False, configure_logging=False)
     try:
-        group = _reserve(ray, num_workers, resources, placement_timeout_s)
+        group = _reserve(ray, places, resources, placement_timeout_s)
         try:
-            return _run(
-                ray,
-                group,
-                fn,
-                num_workers,
-                tuple(args),
-                dict(kwargs or {}),
-                resources,
-                dict(env or {}),
-            )
+            new_actor = _actor_factory(ray, group, resources)
+            payload = _pickled(fn, tuple(args), dict(kwargs or {}))
+            if config is None:
+                return _run(ray, new_actor, payload, num_workers, dict(env or {}))
+            return _run_elastically(ray, new_actor, payload, config, dict(env or {}))
         finally:
             ray.util.remove_placement_group(group)
     finally:
@@ -102,80 +127,62 @@ def _reserve(ray: Any, workers: int, resources: dict[str, float], timeout_s: flo
     )
 
 
-class _Worker:
-    """One rank. `address` is called on all workers before `run` is called on any."""
-
-    def address(self) -> tuple[str, str, int]:
-        """This node's identity and address, and a free port for rank 0 to serve the store."""
-        import ray
-
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
-        ray_api: Any = ray  # Ray's annotations are partial
-        return ray_api.get_runtime_context().get_node_id(), ray_api.util.get_node_ip_address(), port
-
-    def run(self, variables: dict[str, str], payload: bytes) -> bytes:
-        """Runs in the actor's main thread, so that the function may handle signals."""
-        import os
-
-        import cloudpickle
-
-        from paceline.launch.init import destroy_process_group
-
-        os.environ.update(variables)
-        fn, args, kwargs = cloudpickle.loads(payload)
-        try:
-            result = fn(*args, **kwargs)
-        except BaseException as error:
-            error.add_note(f"raised by rank {variables['RANK']}:\n{traceback.format_exc()}")
-            return bytes(cloudpickle.dumps((time.time(), None, _portable(error))))
-        finally:
-            destroy_process_group()
-        return bytes(cloudpickle.dumps((time.time(), result, None)))
+def _elastic_config(elastic: tuple[int, int], workers: int) -> ElasticConfig:
+    try:
+        least, most = elastic
+    except (TypeError, ValueError):
+        raise ConfigError(f"elastic should be (min, max) but is {elastic!r}") from None
+    if not 1 <= least <= workers <= most:
+        raise ConfigError(
+            f"elastic=(min, max) should be 1 <= min <= num_workers <= max, but num_workers is "
+            f"{workers} and elastic is {elastic!r}"
+        )
+    return ElasticConfig(least, most, workers)
 
 
-def _portable(error: BaseException) -> BaseException:
-    """The error itself if it survives pickling, else one with the same message."""
+def _actor_factory(ray: Any, group: Any, resources: dict[str, float]) -> NewActor:
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    def new_actor(kind: type, place: int | None) -> Any:
+        if place is None:
+            return ray.remote(kind).options(num_cpus=0).remote()
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
+        options = {**_as_options(resources), "scheduling_strategy": strategy, "max_restarts": 0}
+        return ray.remote(kind).options(**options).remote()
+
+    return new_actor
+
+
+def _pickled(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
     import cloudpickle
 
-    try:
-        cloudpickle.loads(cloudpickle.dumps(error))
-    except Exception:
-        replacement = LaunchError(f"{type(error).__name__}: {error}")
-        for note in error.__notes__:
-            replacement.add_note(note)
-        return replacement
-    return error
+    return bytes(cloudpickle.dumps((fn, args, kwargs)))
 
 
 def _run(
-    ray: Any,
-    group: Any,
-    fn: Callable[..., Any],
-    workers: int,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    resources: dict[str, float],
-    env: dict[str, str],
+    ray: Any, new_actor: NewActor, payload: bytes, workers: int, env: dict[str, str]
 ) -> list[Any]:
-    import cloudpickle
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-    actors = []
+    actors: list[Any] = []
     try:
-        for index in range(workers):
-            strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-            options = {**_as_options(resources), "scheduling_strategy": strategy, "max_restarts": 0}
-            actors.append(ray.remote(_Worker).options(**options).remote())
+        for place in range(workers):
+            actors.append(new_actor(Worker, place))
         addresses = ray.get([actor.address.remote() for actor in actors])
-        payload = cloudpickle.dumps((fn, args, kwargs))
         variables = [{**env, **v} for v in _variables(addresses)]
         calls = [actor.run.remote(v, payload) for actor, v in zip(actors, variables, strict=True)]
         return _collect(ray, calls)
     finally:
         for actor in actors:
             ray.kill(actor)
+
+
+def _run_elastically(
+    ray: Any, new_actor: NewActor, payload: bytes, config: ElasticConfig, env: dict[str, str]
+) -> list[Any]:
+    job = ElasticRun(ray, new_actor, payload, config, env)
+    try:
+        return job.run()
+    finally:
+        job.close()
 
 
 def _as_options(resources: dict[str, float]) -> dict[str, Any]:
@@ -222,15 +229,14 @@ def _collect(ray: Any, calls: list[Any]) -> list[Any]:
         for call in [*ready, *more]:
             rank = ranks[call]
             try:
-                when, results[rank], error = cloudpickle.loads(ray.get(call))
+                outcome: Outcome = cloudpickle.loads(ray.get(call))
             except ray.exceptions.RayError as lost:
                 reason = str(lost).strip().partition("\n")[0]
-                when, error = (
-                    time.time(),
-                    LaunchError(f"rank {rank}, a Ray actor, died: {reason}", rank=rank),
-                )
-            if error is not None:
-                errors.append((when, rank, error))
+                death = LaunchError(f"rank {rank}, a Ray actor, died: {reason}", rank=rank)
+                outcome = Outcome(time.time(), error=death)
+            results[rank] = outcome.result
+            if outcome.error is not None:
+                errors.append((outcome.when, rank, outcome.error))
         if errors:
             raise min(errors, key=lambda item: item[:2])[2]
     return [results[rank] for rank in range(len(calls))]

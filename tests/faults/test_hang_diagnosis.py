@@ -221,12 +221,13 @@ def diagnose_each(folder, backend, late, last, **options):
     return sentences, stderr
 
 
-def check_late(sentences, stderr, late, where):
+def check_late(sentences, stderr, late, where, hand_overs=0):
     for hang, expected in LATE.items():
         assert sentences[hang].startswith(f"rank {late} has not reached {where}"), (hang, sentences)
         for text in expected:
             assert text in sentences[hang], (hang, sentences)
-    assert len(stderr.diagnoses) == len(sentences)  # each was reported once
+    # Each was reported once, or again by a rank that has taken over from one that was stopped.
+    assert 0 <= len(stderr.diagnoses) - len(sentences) <= hand_overs
     assert all(LIMIT_S <= seconds <= IN_TIME_S for seconds in stderr.seconds), stderr
     # The stack of the late rank, from its own first line to the innermost; a line for each rank.
     assert "in lock_held\n    lock.acquire()" in str(stderr)
@@ -291,7 +292,7 @@ def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_pa
 def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, late, last):
     """The first rank reports; the next one does if that is stopped itself."""
     sentences, stderr = diagnose_each(tmp_path, backend, late, last, launcher=False)
-    check_late(sentences, stderr, late, "all_reduce of bucket 0 (")
+    check_late(sentences, stderr, late, "all_reduce of bucket 0 (", hand_overs=late == 0)
     if last == "skip":
         check_skipped(sentences[last], late, forwards=10)
     else:

@@ -7,17 +7,19 @@ generations, and runs what a test gives it at every step.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import socket
 import time
 
 import pytest
 
 from paceline._linux import is_running
-from paceline.cli.chaos import plan_faults
+from paceline.cli.chaos import _step_of, plan_faults
 from paceline.cli.main import main
-from paceline.launch.job_page import find_job_pages
+from paceline.launch.job_page import JobPage, find_job_pages
 from tests.harness.launched import launched, run_command, wait_for_files, write_script
 
 MEMBER = """
@@ -292,6 +294,12 @@ def test_scale_and_ps_from_outside(tmp_path, capsys):
         assert re.search(r"generation 1, \d+ s ago: ranks 0 1 2: rank 2 .* joins\n", shown)
         assert re.search(r"generation 2, \d+ s ago: ranks 0: .* leaves\n", shown)
         assert re.search(rf"0 +{pids[0]} ", shown)
+        assert main(["ps", "--json", name]) == 0
+        (line,) = capsys.readouterr().out.splitlines()
+        elastic = json.loads(line)["elastic"]
+        assert [elastic[key] for key in ("min", "max", "target")] == [1, 3, 1]
+        assert [each["ranks"] for each in elastic["generations"]] == [[0, 1], [0, 1, 2], [0]]
+        assert "joins" in elastic["generations"][1]["reason"]
         assert main(["scale", name, "4"]) == 2
         assert "should be from 1 to 3 but is 4" in capsys.readouterr().err
         assert main(["scale", "no-such-job", "2"]) == 2
@@ -299,9 +307,9 @@ def test_scale_and_ps_from_outside(tmp_path, capsys):
         _finish(job, tmp_path)
 
 
-def _job_of(pid):
+def _job_of(*pids):
     pages = find_job_pages()
-    (name,) = [page.job for page in pages if page.pid_in(0) == pid]
+    (name,) = {page.job for page in pages if page.pid_in(0) in pids}
     for page in pages:
         page.close()
     return name
@@ -352,6 +360,126 @@ def test_a_script_without_training_runs_as_elsewhere(tmp_path):
     assert sorted(job.stdout.splitlines()) == ["[0] 0 3", "[1] 1 3"]
 
 
+# -- several hosts: launchers of one machine that meet at an address of it ------------------------
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Starts a launcher of two ranks, that of the first host or another."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def start_host(step="pass", *, node_rank, hosts=2, elastic="1:4"):
+        options = (
+            "-n2",
+            f"--nnodes={hosts}",
+            f"--node-rank={node_rank}",
+            f"--rdzv-endpoint=127.0.0.1:{port}",
+        )
+        return launched(_command(tmp_path, step, elastic=elastic, options=options))
+
+    return start_host
+
+
+def _wait_for_members(folder, slots):
+    """The processes that are in a generation of these slots."""
+    deadline = time.monotonic() + 60
+    while len(found := [*folder.glob(f"up-*-{slots}")]) < len(slots):
+        assert time.monotonic() < deadline, [path.name for path in folder.iterdir()]
+        time.sleep(0.02)
+    return [_pid(path) for path in found]
+
+
+def test_hosts_show_the_same_job_and_each_can_scale_it(tmp_path, start, capsys):
+    with start(node_rank=0) as first, start(node_rank=1) as other:
+        pids = _wait_for_members(tmp_path, "0123")
+        name = _job_of(*pids)
+        assert main(["scale", name, "3"]) == 0
+        _wait_for_members(tmp_path, "012")
+        capsys.readouterr()
+        assert main(["ps", name]) == 0
+        shown = capsys.readouterr().out
+        assert "3 ranks on 2 hosts (elastic 1:4)" in shown
+        assert "generation 0" in shown
+        assert "ranks 0 1 on host 0, 2 3 on host 1: the job begins" in shown
+        (tmp_path / "end").write_text("yes")
+        _finish(first, tmp_path)
+        _finish(other, tmp_path)
+    assert "paceline: scaled from 4 to 3 ranks" in first.stderr
+    assert "paceline: scaled from 4 to 3 ranks" in other.stderr
+    assert "[2] done" in other.stdout
+
+
+def test_the_fork_server_of_a_host_is_killed_and_another_host_joins(tmp_path, start):
+    with start(node_rank=0) as first:
+        with start(node_rank=1) as other:
+            pids = _wait_for_members(tmp_path, "0123")
+            here = [pid for pid in pids if pid in other.processes()]
+            with open(f"/proc/{here[0]}/stat") as file:
+                os.kill(int(file.read().rpartition(")")[2].split()[1]), signal.SIGKILL)
+            _wait_for_members(tmp_path, "01")
+            assert other.wait() == 137
+            assert other.left_after(5.0) == []
+        with start(node_rank=1) as other:
+            deadline = time.monotonic() + 60
+            while len([*tmp_path.glob("up-*-0123")]) < 6:
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            _finish(first, tmp_path)
+            _finish(other, tmp_path)
+    assert re.search(r"host 1 \(.*\) with ranks 2, 3 was lost \(connection lost\)", first.stderr)
+    assert re.search(r"host 2 \(.*\) joins the job", first.stderr)
+
+
+def test_an_error_on_one_host_ends_the_job_on_all(tmp_path, start):
+    step = "if job.slot == 3 and step == 3: raise KeyError('no such sample')"
+    with start(step, node_rank=0) as first, start(step, node_rank=1) as other:
+        assert other.wait() == 1
+        assert first.wait() == 1
+        assert first.left_after(5.0) == other.left_after(5.0) == []
+    assert "failed first: KeyError: 'no such sample'" in other.last_line
+    assert re.search(r"rank 3 failed.* on host 1 \(.*\): see its output there", first.last_line)
+
+
+def test_sigterm_to_the_first_launcher_ends_the_job_on_all_hosts(tmp_path, start):
+    with start(node_rank=0) as first, start(node_rank=1) as other:
+        _wait_for_members(tmp_path, "0123")
+        first.process.send_signal(signal.SIGTERM)
+        assert (first.wait(), other.wait()) == (0, 0), (first.stderr, other.stderr)
+        assert first.left_after(5.0) == other.left_after(5.0) == []
+    for host in (first, other):
+        assert "paceline: stopped by SIGTERM: all ranks exited with status 0" in host.stderr
+
+
+def test_sigterm_to_another_launcher_lets_its_ranks_leave(tmp_path, start):
+    with start(node_rank=0) as first, start(node_rank=1) as other:
+        _wait_for_members(tmp_path, "0123")
+        other.process.send_signal(signal.SIGTERM)
+        assert other.wait() == 0, other.stderr
+        assert other.left_after(5.0) == []
+        _wait_for_members(tmp_path, "01")
+        _finish(first, tmp_path)
+    assert re.search(r"host 1 \(.*\) leaves the job", first.stderr)
+
+
+def test_a_first_launcher_that_is_killed_ends_the_job_on_all_hosts(tmp_path, start):
+    with start(node_rank=0) as first, start(node_rank=1) as other:
+        _wait_for_members(tmp_path, "0123")
+        first.process.kill()
+        assert other.wait() == 1
+        assert first.left_after(15.0) == other.left_after(5.0) == []
+    assert "is gone: the job has ended. Start it again on all hosts" in other.last_line
+
+
+def test_a_host_with_another_command_is_refused(tmp_path, start):
+    with start(node_rank=0, hosts=1) as first:
+        with start(node_rank=1, elastic="1:3") as other:
+            assert other.wait() == 1
+        _finish(first, tmp_path)
+    assert "does not take this host: its --elastic is 1:3 and that of the job 1:4" in other.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -362,7 +490,7 @@ def test_a_script_without_training_runs_as_elsewhere(tmp_path):
         (["--elastic=2:3", "-n4"], "-n should be from 2 to 3, as --elastic 2:3 says, but is 4"),
         (["--elastic=2:3", "--max-restarts=many"], "--max-restarts should be a whole number"),
         (["--elastic=2:3", "--max-restarts=-1"], "--max-restarts should be 0 or more but is -1"),
-        (["--elastic=2:3", "--nnodes=2"], "--elastic is for the ranks of one host"),
+        (["--elastic=2:3", "--nnodes=2"], "--nnodes 2 needs --rdzv-endpoint HOST:PORT"),
         (["--max-restarts=1"], "--max-restarts needs --elastic MIN:MAX"),
         (["--restart-on-error"], "--restart-on-error needs --elastic MIN:MAX"),
     ],
@@ -428,6 +556,21 @@ def test_chaos_strikes_and_compares_every_step(tmp_path, capsys, wrong_from):
         assert "step 120 is the first that differs, in 1:\n  weight: 120 and wrong" in shown.out
     else:
         assert "the same bits in 150 of 150 steps" in shown.out
+
+
+def test_chaos_does_not_count_the_steps_of_ranks_that_are_gone():
+    page = JobPage.create("job", min_ranks=1, max_ranks=2)
+    for slot, step in ((0, 170), (1, 174)):
+        page.seat(slot, member=slot, pid=1000 + slot)
+        page.set_step(slot, step)
+    assert _step_of(page) == 174
+    page.vacate(0)
+    page.vacate(1)
+    assert _step_of(page) == -1
+    page.seat(0, member=2, pid=1002)
+    page.set_step(0, 3)
+    assert _step_of(page) == 3
+    page.close()
 
 
 def test_the_plan_of_faults_follows_from_the_seed():

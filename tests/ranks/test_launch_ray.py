@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from tests.harness.exact_models import train
+import paceline
+from paceline.errors import ConfigError
+from tests.harness.exact_models import digest, make, run, train
 from tests.harness.launched import launched, write_script
 
 pytest.importorskip("ray")
@@ -92,6 +95,63 @@ def test_results_errors_and_deaths(tmp_path):
     assert "death 0" in job.stdout
     assert "no place True" in job.stdout
     assert "free again 3.0" in job.stdout
+
+
+ELASTIC = """
+    import logging, os, signal, sys, time, warnings
+    warnings.simplefilter("ignore")
+    import ray, torch, paceline
+
+    ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
+
+    def train_elastically():
+        # Rank 1 dies after the first step; the other one waits for its replacement.
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from paceline.launch.elastic_job import current_elastic_job
+        from tests.harness.exact_models import digest, make, run
+        job = current_elastic_job()
+        steps = []
+        def after_step(*_):
+            steps.append(1)
+            if len(steps) == 1 and job.member == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            deadline = time.monotonic() + 120
+            while len(steps) == 2 and job.latest() < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        paceline.init_process_group()
+        hook = register_optimizer_step_post_hook(after_step)
+        model, optimizer, training = make("cnn")
+        metrics = run("cnn", model, optimizer, training, 6)
+        hook.remove()
+        return job.member, digest(model, optimizer, metrics[-1:])
+    print("elastic", *paceline.ray.launch(train_elastically, 2, elastic=(1, 2)), flush=True)
+
+    def fail_elastically():
+        paceline.init_process_group()
+        raise FileNotFoundError("no such sample")
+    try:
+        paceline.ray.launch(fail_elastically, 2, elastic=(1, 2))
+    except FileNotFoundError as error:
+        print("elastic error", error, flush=True)
+
+    ray.shutdown()
+"""
+
+
+def test_an_actor_of_an_elastic_job_is_replaced(tmp_path):
+    command = [sys.executable, str(write_script(tmp_path, ELASTIC))]
+    with launched(command, env=_quiet(tmp_path)) as job:
+        code = job.wait(280)
+        assert code == 0, job.stdout + job.stderr[-3000:]
+        assert job.left_after(15.0) == []
+    model, optimizer, training = make("cnn")
+    undisturbed = digest(model, optimizer, run("cnn", model, optimizer, training, 6)[-1:])
+    assert f"elastic {(0, undisturbed)} {(2, undisturbed)}" in job.stdout, job.stderr[-3000:]
+    assert re.search(
+        r"paceline: rank 1 .* at step \d+: 1 rank goes on \(generation 1\)", job.stderr
+    )
+    assert re.search(r"paceline: rank 1 .* joins: 2 ranks go on \(generation 2\)", job.stderr)
+    assert "elastic error no such sample" in job.stdout
 
 
 RAY_TRAIN = """
@@ -184,3 +244,9 @@ def test_without_ray_the_error_names_the_extra():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "pip install 'paceline[ray]'" in done.stdout
+
+
+@pytest.mark.parametrize("elastic", [(3, 4), (1, 1), (0, 2), (1,), 2])
+def test_elastic_bounds_that_make_no_sense(elastic):
+    with pytest.raises(ConfigError, match="elastic"):
+        paceline.ray.launch(print, 2, elastic=elastic)

@@ -10,10 +10,14 @@ from hypothesis import strategies as st
 
 from paceline.launch.generation import Member
 from paceline.launch.membership import (
+    FIRST_HOST,
     EndJob,
+    Fail,
+    Host,
     Kill,
     Membership,
     Publish,
+    Release,
     Start,
     Tell,
     Terminate,
@@ -27,9 +31,10 @@ KILLED, SEGFAULT = -signal.SIGKILL, -signal.SIGSEGV
 class World:
     """Processes that do what they are told, and the rules that must hold whatever happens."""
 
-    def __init__(self, low=1, high=4, start=None, **options):
+    def __init__(self, low=1, high=4, start=None, slots=None, **options):
         self.config = ElasticConfig(low, high, high if start is None else start, **options)
-        self.membership = Membership(self.config)
+        self.membership = Membership(self.config, slots)
+        self.hosts = {FIRST_HOST: slots or range(high)}
         self.now = 0.0
         self.alive: dict[int, Member] = {}
         self.generations: list = []
@@ -85,6 +90,25 @@ class World:
         self.now += seconds
         self.decide()
 
+    def host_joins(self, number, slots):
+        self.hosts[number] = slots
+        self.membership.host_joined(Host(number, slots), len(slots))
+        self.decide()
+
+    def host_leaves(self, number):
+        self.membership.host_leaving(number)
+        self.decide()
+
+    def lose_host(self, number):
+        slots = self.hosts.pop(number)
+        gone = [member.id for member in self.alive.values() if member.slot in slots]
+        lost = self.membership.host_lost(number, "connection lost")
+        assert sorted(member.id for member in lost) == sorted(gone)
+        for member in gone:
+            del self.alive[member]
+            self.settled.pop(member, None)
+        self.decide()
+
     def decide(self):
         self.orders = self.membership.decide(self.now)
         for order in self.orders:
@@ -112,13 +136,18 @@ class World:
             case EndJob():
                 assert order.member_id in self.alive
                 self.is_over = True
+            case Fail():
+                self.is_over = True
+            case Release():
+                slots = self.hosts.pop(order.host)
+                assert not any(member.slot in slots for member in self.alive.values())
             case Tell():
                 self.told.append(order.text)
 
     def _check_start(self, member):
         assert not self.is_over
         assert member.slot not in {each.slot for each in self.alive.values()}
-        assert 0 <= member.slot < self.config.max_ranks
+        assert member.slot in self.hosts[member.host]
         assert member.id == self.starts, "ids are never used again"
 
     def _check_generation(self, generation):
@@ -130,7 +159,8 @@ class World:
         assert len(generation.members) >= self.config.min_ranks or self.is_over
         assert generation.number == 0 or generation.reason != "the job begins"
         if before is not None:
-            assert generation.members != before.members
+            is_regrouped = "connections between hosts were lost" in generation.reason
+            assert generation.members != before.members or is_regrouped
             left_out = {each.id for each in before.members} - {
                 each.id for each in generation.members
             }
@@ -303,6 +333,14 @@ def test_a_stopped_rank_is_killed_after_a_while_unless_it_goes_on(world):
     assert len(world.generations) == 1, "not before it is dead"
     world.end(1)
     assert world.generations[-1].reason.startswith("rank 1 (pid 1001) was stopped for 10 s")
+
+
+def test_one_that_was_stopped_and_is_then_left_out_is_killed_as_soon(world):
+    """Those that it has left wait for it until it is dead."""
+    world.membership.stopped(1, world.now)
+    world.leave(1)
+    world.wait(10.5)
+    assert world.orders == [Kill(1)]
 
 
 def test_an_error_of_the_script_ends_the_job(world):
@@ -525,3 +563,124 @@ def _let_settle(world, step):
             for member in world.leaving & set(world.alive) - current:
                 world.end(member, code=0)
         world.wait(10.0)
+
+
+# -- several hosts ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_hosts():
+    """Two hosts with two ranks each, which train; there may be five in all."""
+    world = World(1, 5, 2, slots=range(2), hosts=2)
+    assert world.membership.missing_hosts == 1
+    world.all_ready()
+    assert world.generations == [], "the other host has not come"
+    world.host_joins(1, range(2, 4))
+    assert world.generations == []
+    world.all_ready()
+    world.train(5)
+    assert (world.newest, world.membership.target) == ([0, 1, 2, 3], 4)
+    return world
+
+
+def test_a_lost_host_is_the_death_of_its_ranks_in_one_generation(two_hosts):
+    two_hosts.lose_host(1)
+    assert two_hosts.newest == [0, 1]
+    assert two_hosts.told == [
+        "host 1 with ranks 2, 3 was lost (connection lost) at step 5: 2 ranks go on (generation 1)"
+    ]
+    assert two_hosts.deaths == 0, "no fault of the script"
+    two_hosts.host_joins(2, range(2, 4))
+    two_hosts.all_ready()
+    assert two_hosts.newest == [0, 1, 2, 3]
+    assert two_hosts.membership.target == 4
+    assert [member.host for member in two_hosts.generations[-1].members] == [0, 0, 2, 2]
+
+
+def test_a_host_that_joins_brings_its_ranks_as_far_as_there_may_be(two_hosts):
+    two_hosts.host_joins(2, range(4, 6))
+    assert "host 2 joins the job" in two_hosts.told
+    two_hosts.all_ready()
+    assert two_hosts.newest == [0, 1, 2, 3, 4]
+    two_hosts.end(4)
+    two_hosts.wait(1.0)
+    two_hosts.all_ready()
+    assert len(two_hosts.newest) == 5
+
+
+def test_a_host_leaves_when_its_ranks_have(two_hosts):
+    two_hosts.host_leaves(1)
+    assert two_hosts.leaving == {2, 3}
+    assert two_hosts.newest == [0, 1]
+    two_hosts.end(2, 3, code=0)
+    assert Release(1) in two_hosts.orders
+    assert two_hosts.told[0] == "host 1 leaves the job"
+    two_hosts.wait(100.0)
+    assert two_hosts.newest == [0, 1]
+
+
+def test_a_dead_rank_is_replaced_on_the_host_with_the_fewest():
+    world = World(1, 4, 2, slots=range(3), hosts=2)
+    world.host_joins(1, range(3, 6))
+    world.all_ready()
+    assert world.newest == [0, 1, 3, 4]
+    world.lose_host(1)
+    world.all_ready()
+    assert world.newest == [0, 1, 2], "the first host has one more slot"
+
+
+def test_a_host_that_is_lost_when_training_is_over_fails_the_job(two_hosts):
+    two_hosts.end(0, code=0)
+    two_hosts.lose_host(1)
+    assert any(isinstance(order, Fail) for order in two_hosts.orders)
+
+
+def test_ranks_that_lost_each_other_get_another_generation(two_hosts):
+    two_hosts.membership.disconnected(0)
+    two_hosts.membership.disconnected(0)
+    two_hosts.decide()
+    assert [len(each.members) for each in two_hosts.generations] == [4, 4]
+    two_hosts.membership.disconnected(0)
+    two_hosts.decide()
+    assert len(two_hosts.generations) == 2, "it was about one that is over"
+    for number in range(1, 6):
+        assert not two_hosts.is_over
+        two_hosts.membership.disconnected(number)
+        two_hosts.decide()
+    assert two_hosts.is_over
+
+
+HOST_EVENTS = st.tuples(
+    st.sampled_from(
+        ["ready", "kill", "leave", "train", "train", "wait", "join", "lose", "host leaves"]
+    ),
+    st.integers(0, 50),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 3), st.lists(HOST_EVENTS, max_size=40))
+def test_whatever_happens_to_hosts_the_rules_hold(low, events):
+    world = World(low, low + 3, 2, slots=range(2), hosts=1)
+    step, hosts = 0, 1
+    for kind, number in events:
+        others = sorted(set(world.hosts) - {FIRST_HOST})
+        if kind == "join":
+            world.host_joins(hosts, range(2 * hosts, 2 * hosts + 2))
+            hosts += 1
+        elif kind in {"lose", "host leaves"}:
+            if others:
+                act = world.lose_host if kind == "lose" else world.host_leaves
+                act(others[number % len(others)])
+        elif kind == "wait":
+            world.wait(number / 5)
+        elif kind == "train":
+            if world.generations:
+                step += 1
+                world.train(step)
+        elif world.alive:
+            _let_happen(world, kind, sorted(world.alive)[number % len(world.alive)])
+    # Room for as many as there may be.
+    world.host_joins(hosts, range(2 * hosts, 2 * hosts + low + 3))
+    _let_settle(world, step)
+    assert len(world.newest) == world.membership.target

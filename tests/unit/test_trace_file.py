@@ -14,9 +14,10 @@ import pytest
 from paceline.cli.main import main
 from paceline.diagnostics.chrome_trace import chrome_trace
 from paceline.diagnostics.report_page import render_page, write_report
-from paceline.diagnostics.timeline import Timeline
+from paceline.diagnostics.timeline import Timeline, read_timeline
 from paceline.diagnostics.trace_reader import read_traces
 from paceline.errors import ConfigError
+from paceline.telemetry.generation_log import append_generation
 from paceline.telemetry.status_page import Phase
 from paceline.telemetry.trace_writer import Kind, TraceWriter
 
@@ -79,6 +80,31 @@ def test_ranks_of_an_earlier_larger_run_are_left_out(tmp_path):
         for rank in range(world):
             TraceWriter(tmp_path, rank, world, capacity=4).close()
     assert [(trace.rank, trace.world) for trace in read_traces(tmp_path)] == [(0, 2), (1, 2)]
+
+
+def test_a_rank_that_was_replaced_has_the_spans_of_both_processes(tmp_path, monkeypatch):
+    """And none of those that had its number in an earlier job."""
+    for job, lives in (("before", 3), ("now", 2)):
+        monkeypatch.setenv("PACELINE_RUN_ID", job)
+        for life in range(lives):
+            monkeypatch.setattr("os.getpid", lambda life=life: 1000 + life)
+            writer = TraceWriter(tmp_path, 1, 2, capacity=4)
+            writer.add(Phase.FORWARD, 10 * life, 10 * life + 5, life)
+            writer.close()
+    (trace,) = read_traces(tmp_path)
+    assert (trace.job, [span.start_ns for span in trace.spans]) == ("now", [0, 10])
+
+
+def test_changes_of_ranks_are_on_the_page(tmp_path, monkeypatch):
+    monkeypatch.setenv("PACELINE_RUN_ID", "now")
+    write_run(tmp_path)
+    facts = {"ranks": [0, 2], "reason": "rank 1 (pid 7) was killed by SIGKILL at step 3"}
+    append_generation(tmp_path, job="before", number=1, still_ns=0, **facts)
+    append_generation(tmp_path, job="now", number=0, still_ns=0, **facts)
+    append_generation(tmp_path, job="now", number=1, still_ns=2_000_000, **facts)
+    (change,) = read_timeline(tmp_path).changes
+    assert (change.generation, change.still_ns) == (1, 2_000_000)
+    assert "rank 1 (pid 7) was killed by SIGKILL" in write_report(tmp_path).read_text()
 
 
 def test_what_is_not_a_trace_is_refused(tmp_path):

@@ -30,8 +30,6 @@ def save(
 ) -> None:
     """Write a checkpoint; all ranks call it, rank 0 writes.
 
-        paceline.save("last.pt", model=model, optimizer=optimizer, sampler=sampler, step=step)
-
     Returns on every rank after the file is in place. Until then, and if anything fails, the file
     that was there before stays as it was.
 
@@ -51,6 +49,11 @@ def save(
         MismatchError: ranks save different names or to different paths.
         CollectiveTimeout: some ranks did not call this in time.
         PacelineError: on the other ranks, if rank 0 failed; rank 0 raises the error itself.
+
+    Example:
+        ```python
+        paceline.save("last.pt", model=model, optimizer=optimizer, step=100)
+        ```
     """
     if not state:
         raise ConfigError(
@@ -83,8 +86,6 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into `targets`; all ranks call it and read the file.
 
-        step = paceline.load("last.pt", model=model, optimizer=optimizer, sampler=sampler)["step"]
-
     The world may have another size than the one that saved. If anything fails, on any rank, the
     targets hold what they held before, on all ranks; until all are loaded, a copy of that is kept
     in the host's memory.
@@ -105,6 +106,12 @@ def load(
         CollectiveTimeout: some ranks did not call this in time.
         PacelineError: another rank failed, which raises the error itself. What a target's
             `load_state_dict()` raises comes as it is.
+
+    Example:
+        ```python
+        paceline.save("last.pt", model=model, optimizer=optimizer, step=100)
+        step = paceline.load("last.pt", model=model, optimizer=optimizer)["step"]
+        ```
     """
     file = os.fsdecode(path)
     ranks = RankAgreement("load", file, timeout)

@@ -36,6 +36,10 @@ _BENCHMARKS: dict[str, tuple[str, str]] = {
         "paceline.bench.bench_training",
         "training steps with a fixed number of shards against a bare loop and DDP",
     ),
+    "elastic": (
+        "paceline.bench.bench_elastic",
+        "an elastic job beside a plain one, and its recovery when ranks are killed",
+    ),
     "observe": (
         "paceline.bench.bench_telemetry",
         "what the status page and the timeline cost a step",

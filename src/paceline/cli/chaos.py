@@ -245,7 +245,8 @@ class _Adversary:
         while self._process.poll() is None:
             now, reached = time.monotonic(), _step_of(page)
             if reached != step:
-                self._times_all_lost += reached < step - 1  # no two ranks are further apart
+                if reached < step - 1:  # no two ranks are further apart
+                    self._note_restart(reached)
                 step, since = reached, now
                 self._note_progress(step, now)
             elif now - since > self._patience_s:
@@ -259,6 +260,13 @@ class _Adversary:
                 time.sleep(fault.part * self._step_s)
                 self._strike(fault, page)
             time.sleep(_POLL_S)
+
+    def _note_restart(self, step: int) -> None:
+        """All ranks were lost, and those after them have begun again at an earlier step."""
+        self._times_all_lost += 1
+        for strike in self._strikes:
+            if strike.seconds is None:
+                strike.step = step
 
     def _note_progress(self, step: int, now: float) -> None:
         for strike in self._strikes:
@@ -307,7 +315,12 @@ class _Adversary:
 
 
 def _step_of(page: JobPage) -> int:
-    steps = [page.step_in(slot) for slot in range(page.max_ranks)]
+    """How far the job is; -1 if no rank has a state. A slot keeps the step of the process that was
+    in it, which counts no more: those after it may have begun again.
+    """
+    steps = [
+        page.step_in(slot) for slot in range(page.max_ranks) if page.member_in(slot) is not None
+    ]
     return max((step for step in steps if step is not None), default=-1)
 
 

@@ -15,6 +15,7 @@ from paceline.diagnostics.rank_table import table
 from paceline.diagnostics.stall_watcher import look_at_job, main_stacks
 from paceline.launch.generation import Generation
 from paceline.launch.job_page import JobPage, Word, find_job_pages
+from paceline.launch.membership import FIRST_HOST
 
 __all__ = ["add_arguments", "run"]
 
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--stacks", action="store_true", help="also show the stack of each rank's main thread"
     )
     parser.add_argument(
-        "--json", action="store_true", help="for programs: one object per rank and line"
+        "--json",
+        action="store_true",
+        help="for programs: one object per rank and line, with the generations of an elastic job",
     )
 
 
@@ -40,8 +43,9 @@ def run(options: argparse.Namespace) -> int:
         return _watch(options)
     views = _look(options)
     if options.json:
-        for view in views:
-            print(json.dumps(_as_object(view)))
+        for _, job in _jobs(views):
+            for line in _as_objects(list(job)):
+                print(json.dumps(line))
         return 0
     if not views:
         print(_NOTHING_RUNS)
@@ -68,6 +72,7 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
     running = (now - min(view.page.started_ns for view in views if view.page is not None)) / 1e9
     here = "" if len(views) == page.world else f" ({len(views)} of them on this host)"
     ranks, generations = f"{page.world} ranks{here}", ""
+    # Several hosts may be simulated on one: their pages tell the same.
     for elastic in find_job_pages(page.job):
         ranks, generations = _count_members(elastic), _list_generations(elastic, now)
         views = [_by_slot(view, elastic) for view in views]
@@ -89,10 +94,12 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
 
 def _count_members(page: JobPage) -> str:
     newest = page.newest()
-    count = 0 if newest is None else len(newest.generation.members)
+    members = () if newest is None else newest.generation.members
+    count, hosts = len(members), len({member.host for member in members})
     low, high, target = (page.words[word] for word in _RANGE)
     aim = "" if count == target else f", {target} wanted"
-    return f"{count} rank{'' if count == 1 else 's'} (elastic {low}:{high}{aim})"
+    where = f" on {hosts} hosts" if hosts > 1 else ""
+    return f"{count} rank{'' if count == 1 else 's'}{where} (elastic {low}:{high}{aim})"
 
 
 def _list_generations(page: JobPage, now_ns: int) -> str:
@@ -105,12 +112,17 @@ def _list_generations(page: JobPage, now_ns: int) -> str:
 
 
 def _slots(generation: Generation) -> str:
-    return " ".join(str(member.slot) for member in generation.members)
+    """ "0 1", or "0 1 on host 0, 2 3 on host 1"."""
+    by_host = itertools.groupby(generation.members, key=lambda member: member.host)
+    slots = {host: " ".join(str(each.slot) for each in members) for host, members in by_host}
+    if set(slots) <= {FIRST_HOST}:
+        return "".join(slots.values())
+    return ", ".join(f"{numbers} on host {host}" for host, numbers in slots.items())
 
 
 def _by_slot(view: RankView, page: JobPage) -> RankView:
     """Ranks of an elastic job are called by their slots, which do not change with its members."""
-    for slot in range(page.max_ranks):
+    for slot in range(page.slots):
         if page.pid_in(slot) == view.pid:
             return dataclasses.replace(view, rank=slot)
     return view
@@ -139,14 +151,40 @@ def _watch(options: argparse.Namespace) -> int:
     return 0
 
 
-def _as_object(view: RankView) -> dict[str, object]:
+def _as_objects(views: Sequence[RankView]) -> Iterator[dict[str, object]]:
+    """Those of one job's ranks. Ranks of an elastic job tell what is known of its generations."""
+    page = views[0].page
+    assert page is not None
+    now, elastic = time.monotonic_ns(), None
+    for job_page in find_job_pages(page.job):
+        elastic = _elastic_facts(job_page, now)
+        views = [_by_slot(view, job_page) for view in views]
+        job_page.close()
+    for view in views:
+        yield {**_as_object(view, now), "elastic": elastic}
+
+
+def _elastic_facts(page: JobPage, now_ns: int) -> dict[str, object]:
+    low, high, target = (int(page.words[word]) for word in _RANGE)
+    generations = [
+        {
+            "generation": published.generation.number,
+            "ranks": [member.slot for member in published.generation.members],
+            "reason": published.generation.reason,
+            "seconds_ago": (now_ns - published.began_ns) / 1e9,
+        }
+        for published in page.latest_published()
+    ]
+    return {"min": low, "max": high, "target": target, "generations": generations}
+
+
+def _as_object(view: RankView, now: int) -> dict[str, object]:
     page = view.page
     assert page is not None
-    now = time.monotonic_ns()
     return {
         "job": page.job,
         "script": page.script,
-        "rank": page.rank,
+        "rank": view.rank,
         "world": page.world,
         "pid": page.pid,
         "state": view.activity.value,

@@ -8,8 +8,7 @@ import argparse
 import pathlib
 
 from paceline.diagnostics.report_page import write_report
-from paceline.diagnostics.timeline import Timeline
-from paceline.diagnostics.trace_reader import read_traces
+from paceline.diagnostics.timeline import read_timeline
 
 __all__ = ["add_arguments", "run"]
 
@@ -29,5 +28,5 @@ def run(options: argparse.Namespace) -> int:
     if not options.words:
         path = write_report(options.directory, options.output)
         print(f"timeline  {path}\nfor Perfetto (ui.perfetto.dev)  {path.with_suffix('.json')}")
-    print(Timeline(read_traces(options.directory)).summary())
+    print(read_timeline(options.directory).summary())
     return 0

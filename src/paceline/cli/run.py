@@ -31,6 +31,8 @@ __all__ = ["add_arguments", "run"]
 
 _MAX_RESTARTS = 100
 _STOPPED = "PACELINE_STOPPED_S"  # how long a rank of an elastic job may be stopped
+_HOST_SILENCE = "PACELINE_HOST_SILENCE_S"  # how long a host of one may not be heard
+_SHORTEST_SILENCE_S = 0.5
 _PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -87,7 +89,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     elastic.add_argument(
         "--elastic", metavar="MIN:MAX",
         help="ranks that die are replaced, and may come and go: never fewer than MIN at work, "
-        "never more than MAX (with -n: how many to begin with; default: MAX)",
+        "never more than MAX (with -n: how many to begin with; default: MAX). With "
+        "--rdzv-endpoint the ranks of all hosts together",
     )  # fmt: skip
     elastic.add_argument(
         "--max-restarts", metavar="N",
@@ -105,7 +108,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nnodes",
         default=_torchrun("NNODES", "1"),
         metavar="N",
-        help="number of hosts",
+        help="number of hosts; of an elastic job: to begin with, others may join later",
     )
     nodes.add_argument(
         "--node-rank",
@@ -204,7 +207,9 @@ def _plan(options: argparse.Namespace) -> Plan:
         if os.path.isdir(target):
             first = os.path.abspath(target)  # a directory with a __main__.py
     elastic = _elastic_config(options)
-    ranks = elastic.max_ranks if elastic is not None else count_ranks(options.ranks or "auto")
+    ranks = count_ranks(options.ranks or "auto")
+    if elastic is not None:
+        ranks = elastic.start_ranks if options.rdzv_endpoint else elastic.max_ranks
     return Plan(
         work=Script(target, tuple(arguments), options.module),
         ranks=ranks,
@@ -213,7 +218,7 @@ def _plan(options: argparse.Namespace) -> Plan:
         path=(first, *_path_without_ours()),
         rendezvous=_rendezvous_config(options),
         start_method=options.start_method,
-        preload=tuple(name for name in options.preload.split(",") if name),
+        preload=_preloaded(options.preload, is_elastic=elastic is not None),
         environ={
             RUN_ID: uuid.uuid4().hex,
             SCRIPT: os.path.basename(target),
@@ -226,6 +231,14 @@ def _plan(options: argparse.Namespace) -> Plan:
     )
 
 
+def _preloaded(names: str, *, is_elastic: bool) -> tuple[str, ...]:
+    """The modules to load before ranks are forked. In an elastic job the others train while a
+    replacement starts, so whatever every script needs there is in the image.
+    """
+    own = ("paceline.training.training",) if names and is_elastic else ()
+    return (*filter(None, names.split(",")), *own)
+
+
 def _elastic_config(options: argparse.Namespace) -> ElasticConfig | None:
     if options.elastic is None:
         for option, is_given in (
@@ -235,14 +248,13 @@ def _elastic_config(options: argparse.Namespace) -> ElasticConfig | None:
             if is_given:
                 raise ConfigError(f"{option} needs --elastic MIN:MAX: other jobs restart nothing")
         return None
-    if _whole_number("--nnodes", options.nnodes) != 1:
-        raise ConfigError(
-            f"--elastic is for the ranks of one host, but --nnodes is {options.nnodes}: leave one "
-            "of them out"
-        )
     low, high = _elastic_range(options.elastic)
-    start = count_ranks(options.ranks) if options.ranks else high
-    if not low <= start <= high:
+    if options.rdzv_endpoint:
+        # On several hosts -n is for each of them, and --elastic for all together.
+        start, low_start = min(count_ranks(options.ranks or "auto"), high), 1
+    else:
+        start, low_start = count_ranks(options.ranks) if options.ranks else high, low
+    if not low_start <= start <= high:
         raise ConfigError(
             f"-n should be from {low} to {high}, as --elastic {options.elastic} says, but is "
             f"{start}"
@@ -252,8 +264,24 @@ def _elastic_config(options: argparse.Namespace) -> ElasticConfig | None:
         restarts = _whole_number("--max-restarts", options.max_restarts)
     if restarts < 0:
         raise ConfigError(f"--max-restarts should be 0 or more but is {restarts}")
-    stopped_s = _seconds(_STOPPED, os.environ.get(_STOPPED, "10"))
-    return ElasticConfig(low, high, start, restarts, options.restart_on_error, stopped_s)
+    return ElasticConfig(
+        low,
+        high,
+        start,
+        restarts,
+        options.restart_on_error,
+        stopped_s=_seconds(_STOPPED, os.environ.get(_STOPPED, "10")),
+        hosts=_whole_number("--nnodes", options.nnodes),
+        host_silence_s=_host_silence_s(),
+    )
+
+
+def _host_silence_s() -> float:
+    text = os.environ.get(_HOST_SILENCE, "5")
+    seconds = _seconds(_HOST_SILENCE, text)
+    if seconds < _SHORTEST_SILENCE_S:
+        raise ConfigError(f"{_HOST_SILENCE} should be {_SHORTEST_SILENCE_S} or more but is {text}")
+    return seconds
 
 
 def _elastic_range(text: str) -> tuple[int, int]:
@@ -353,14 +381,16 @@ def _rendezvous_config(options: argparse.Namespace) -> RendezvousConfig:
     if nodes < 1:
         raise ConfigError(f"--nnodes should be 1 or more but is {nodes}")
     node_rank = _whole_number("--node-rank", options.node_rank) if options.node_rank else None
-    if nodes == 1:
+    # A host may join an elastic job later, so that one which begins with a single host has an
+    # endpoint as well.
+    if nodes == 1 and not (options.elastic and options.rdzv_endpoint):
         return RendezvousConfig()
     if not options.rdzv_endpoint:
         raise ConfigError(
             f"--nnodes {nodes} needs --rdzv-endpoint HOST:PORT, an address of one of the hosts"
         )
     _check_endpoint(options.rdzv_endpoint)
-    if node_rank is not None and not 0 <= node_rank < nodes:
+    if node_rank is not None and not 0 <= node_rank < nodes and not options.elastic:
         raise ConfigError(f"--node-rank should be from 0 to {nodes - 1} but is {node_rank}")
     return RendezvousConfig(nodes, node_rank, options.rdzv_endpoint, options.rdzv_id)
 

@@ -42,7 +42,7 @@ def _only_one(pages: list[JobPage], job: str) -> JobPage:
             f"none of your elastic jobs{wanted} is running on this host; `paceline run --elastic "
             "MIN:MAX` starts one"
         )
-    if len(pages) > 1:
+    if len({page.job for page in pages}) > 1:
         names = ", ".join(page.job[:8] for page in pages)
         raise ConfigError(f"several elastic jobs are running: name one of {names}")
     return pages[0]

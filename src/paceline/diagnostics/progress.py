@@ -26,10 +26,22 @@ _LINE_EVERY_S = 2.0
 class Progress:
     """Shows the progress of a run: a live bar on a terminal, a line every two seconds elsewhere.
 
-    `terminal` is the path of the terminal to draw on, for a rank whose own output goes through a
-    launcher; by default the bar is drawn where standard error goes, if that is a terminal. Enable
-    it on one rank: `paceline.is_main()`. `tensorboard` is a directory for the same figures as
-    scalars (needs `pip install 'paceline[tensorboard]'`).
+    Args:
+        steps: how many there will be.
+        terminal: the path of the terminal to draw on, for a rank whose own output goes through a
+            launcher. By default the bar is drawn where standard error goes, if that is a terminal.
+        enabled: whether this rank shows it: `paceline.is_main()`.
+        tensorboard: a directory for the same figures as scalars.
+
+    Raises:
+        ConfigError: TensorBoard is not installed.
+
+    Example:
+        ```python
+        with paceline.diagnostics.Progress(10, enabled=paceline.is_main()) as progress:
+            for step in range(10):
+                progress.step(loss=0.5, samples=16, sync_s=0.0)
+        ```
     """
 
     def __init__(

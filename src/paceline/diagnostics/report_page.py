@@ -13,8 +13,8 @@ from typing import TypeAlias
 
 from paceline.diagnostics.chrome_trace import write_chrome_trace
 from paceline.diagnostics.stragglers import WaitAttribution
-from paceline.diagnostics.timeline import Timeline
-from paceline.diagnostics.trace_reader import Span, read_traces
+from paceline.diagnostics.timeline import Timeline, read_timeline
+from paceline.diagnostics.trace_reader import Span
 from paceline.telemetry.status_page import PHASES, Phase
 from paceline.telemetry.trace_writer import Kind
 
@@ -30,8 +30,23 @@ _Curve: TypeAlias = list[tuple[int, float]]
 def write_report(
     directory: str | os.PathLike[str], path: str | os.PathLike[str] | None = None
 ) -> pathlib.Path:
-    """Write the page and the trace JSON of a directory of traces; returns the path of the page."""
-    timeline = Timeline(read_traces(directory))
+    """Write the page and the trace JSON of a directory of traces.
+
+    Args:
+        directory: what `paceline run --trace` or `paceline.trace` wrote.
+        path: of the page; `timeline.html` in the directory by default.
+
+    Returns:
+        The path of the page.
+
+    Example:
+        ```python
+        with paceline.trace("runs/today"):
+            train()
+        page = paceline.diagnostics.write_report("runs/today")
+        ```
+    """
+    timeline = read_timeline(directory)
     target = pathlib.Path(directory) / "timeline.html" if path is None else pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     write_chrome_trace(timeline, target.with_suffix(".json"))
@@ -75,6 +90,10 @@ def _data(timeline: Timeline) -> dict[str, object]:
             reducer: [bucket.names for bucket in planned]
             for reducer, planned in timeline.traces[0].buckets.items()
         },
+        "changes": [
+            [change.when_ns, change.generation, change.ranks, change.reason, change.still_ns]
+            for change in timeline.changes
+        ],
         "throughput": throughput,
         "throughput_note": note,
         "loss": _thinned(

@@ -169,19 +169,37 @@ def paused() -> Iterator[None]:
             hooks.install()
 
 
+def _place() -> tuple[int, int]:
+    """The rank of this process and the number of all: those of torch's default group, which the
+    program may have made without us.
+    """
+    if "torch.distributed" in sys.modules:
+        import torch.distributed as dist
+
+        if dist.is_available() and dist.is_initialized():
+            return dist.get_rank(), dist.get_world_size()
+    fields = recorder.page.fields
+    return int(fields[Field.RANK]), max(1, int(fields[Field.WORLD]))
+
+
 @contextmanager
 def trace(directory: str | os.PathLike[str]) -> Iterator[None]:
-    """Record what this rank does inside the block; `paceline report DIRECTORY` makes one page of
-    all ranks' records.
+    """Record what this rank does inside the block. Use it on every rank, after
+    `init_process_group()`.
 
+    Args:
+        directory: for the ranks' records; `paceline report DIRECTORY` makes one page of them.
+
+    Returns:
+        A context manager.
+
+    Example:
+        ```python
         with paceline.trace("runs/today"):
             train()
-
-    Call it on every rank, after `init_process_group()`.
+        ```
     """
-    fields = recorder.page.fields
-    rank, world = int(fields[Field.RANK]), max(1, int(fields[Field.WORLD]))
-    recorder.start_trace(os.fspath(directory), rank, world)
+    recorder.start_trace(os.fspath(directory), *_place())
     try:
         yield
     finally:

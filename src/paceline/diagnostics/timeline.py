@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import statistics
 from collections.abc import Iterator, Sequence
 
@@ -17,11 +18,12 @@ from paceline.diagnostics.stragglers import (
     attribute_wait,
     find_straggler,
 )
-from paceline.diagnostics.trace_reader import BucketNames, RankTrace, Span
+from paceline.diagnostics.trace_reader import BucketNames, RankTrace, Span, read_traces
+from paceline.telemetry.generation_log import GenerationRecord, read_generations
 from paceline.telemetry.status_page import PHASES, Phase
 from paceline.telemetry.trace_writer import Kind
 
-__all__ = ["BucketRow", "SlowOptimizer", "StepScalars", "Timeline"]
+__all__ = ["BucketRow", "RankChange", "SlowOptimizer", "StepScalars", "Timeline", "read_timeline"]
 
 _WORTH_MENTIONING = 0.03  # of the time
 
@@ -94,10 +96,25 @@ class SlowOptimizer:
         )
 
 
-class Timeline:
-    """Spans of every rank on one clock that starts at 0."""
+@dataclasses.dataclass(frozen=True)
+class RankChange:
+    """The ranks of an elastic job have changed: which there are from then on, why, and how long the
+    first of them stood still for it.
+    """
 
-    def __init__(self, traces: Sequence[RankTrace]) -> None:
+    when_ns: int
+    generation: int
+    ranks: Sequence[int]
+    reason: str
+    still_ns: int
+
+
+class Timeline:
+    """Spans of every rank on one clock that starts at 0, and the changes of ranks on the same."""
+
+    def __init__(
+        self, traces: Sequence[RankTrace], generations: Sequence[GenerationRecord] = ()
+    ) -> None:
         self.traces = list(traces)
         one_clock = len({trace.boot for trace in traces}) == 1
         # Ranks of several hosts have only the wall clock in common.
@@ -130,6 +147,17 @@ class Timeline:
             if span.kind != Kind.SCALARS
         ]
         self.duration_ns = max(ends, default=0)
+        self.changes = [
+            RankChange(
+                each.settled_ns + (0 if one_clock else each.wall_offset_ns) - self.origin_ns,
+                each.number,
+                each.ranks,
+                each.reason,
+                each.still_ns,
+            )
+            for each in generations
+            if each.number > 0  # before the first there is nothing to change
+        ]
         self.dropped = {trace.rank: trace.dropped for trace in traces}
 
     def _from_origin(self, span: Span, rank: int) -> bool:
@@ -411,3 +439,9 @@ _ADVICE = {
 def _arrivals(spans: Sequence[Span]) -> dict[int, int]:
     """By step, when a rank had done its own work: the start of the step's last wait."""
     return {span.step: span.start_ns for span in spans if span.kind == Kind.SYNC_POINT}
+
+
+def read_timeline(directory: str | os.PathLike[str]) -> Timeline:
+    """What the latest run has recorded in a directory."""
+    traces = read_traces(directory)
+    return Timeline(traces, read_generations(directory, traces[0].job))

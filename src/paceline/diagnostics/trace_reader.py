@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -53,8 +54,10 @@ class RankTrace:
 
     Times are of its host's monotonic clock; `wall_offset_ns` makes them wall-clock times. Ranks
     with the same `boot` share a clock. `buckets` has the bucket names of each reducer; `optimizers`
-    those that have stepped.
+    those that have stepped. `job` is "" for a rank that no launcher has started.
     """
+
+    job: str
 
     rank: int
     world: int
@@ -62,6 +65,7 @@ class RankTrace:
     host: str
     script: str
     boot: int
+    started_ns: int
     spans: tuple[Span, ...]
     dropped: int
     wall_offset_ns: int
@@ -78,25 +82,36 @@ def read_traces(directory: str | os.PathLike[str]) -> list[RankTrace]:
             f"no trace in {folder}: record one with `paceline run --trace {folder} train.py` "
             "or paceline.trace(...)"
         )
-    traces = sorted((_read_trace(path) for path in paths), key=lambda trace: trace.rank)
+    traces = sorted(map(_read_trace, paths), key=lambda trace: (trace.rank, trace.started_ns))
     # A directory that was used before may hold the files of ranks that the latest run did not have.
-    return [trace for trace in traces if trace.world == traces[0].world]
+    newest = max(traces, key=lambda trace: trace.started_ns + trace.wall_offset_ns)
+    latest = [each for each in traces if (each.job, each.world) == (newest.job, newest.world)]
+    return [_joined(list(lives)) for _, lives in itertools.groupby(latest, lambda each: each.rank)]
+
+
+def _joined(lives: list[RankTrace]) -> RankTrace:
+    """The processes that have had one rank, one after the other, as one trace."""
+    spans = tuple(span for life in lives for span in life.spans)
+    dropped = sum(life.dropped for life in lives)
+    return dataclasses.replace(lives[-1], spans=spans, dropped=dropped)
 
 
 def _read_trace(path: pathlib.Path) -> RankTrace:
     data = path.read_bytes()
     header = TRACE_HEADER.unpack_from(data) if len(data) >= TRACE_HEADER_BYTES else (0,) * 10
-    magic, rank, world, pid, capacity, written, offset, _, _, boot = header
+    magic, rank, world, pid, capacity, written, offset, started, _, boot = header
     if magic != TRACE_MAGIC:
         raise ConfigError(f"{path} is not a trace of this version of Paceline")
     metadata = _read_metadata(path.with_suffix(".json"))
     return RankTrace(
+        job=metadata.job,
         rank=rank,
         world=world,
         pid=pid,
         host=metadata.host,
         script=metadata.script,
         boot=boot,
+        started_ns=started,
         spans=_spans(data, capacity, written),
         dropped=max(0, written - capacity),
         wall_offset_ns=offset,
@@ -120,6 +135,7 @@ def _spans(data: bytes, capacity: int, written: int) -> tuple[Span, ...]:
 class _Metadata:
     """What is written beside the spans; empty if the rank died before it wrote them."""
 
+    job: str = ""
     host: str = ""
     script: str = ""
     buckets: dict[int, list[BucketNames]] = dataclasses.field(default_factory=dict)
@@ -134,5 +150,6 @@ def _read_metadata(path: pathlib.Path) -> _Metadata:
             for reducer, planned in metadata.get("buckets", {}).items()
         }
         optimizers = tuple(map(OptimizerFacts.load, metadata.get("optimizers", ())))
-        return _Metadata(metadata.get("host", ""), metadata.get("script", ""), buckets, optimizers)
+        job, host, script = (metadata.get(name, "") for name in ("job", "host", "script"))
+        return _Metadata(job, host, script, buckets, optimizers)
     return _Metadata()

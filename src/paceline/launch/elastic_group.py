@@ -53,6 +53,12 @@ class ElasticGroup:
         return -1 if self._generation is None else self._generation.number
 
     @property
+    def generation(self) -> Generation:
+        """The generation that this process is in, or was in last; there has been one."""
+        assert self._generation is not None
+        return self._generation
+
+    @property
     def newest(self) -> int:
         """The newest generation there is."""
         return self.job.latest()
@@ -77,6 +83,7 @@ class ElasticGroup:
         """
         while True:
             self.leave()
+            self._ask_for_next()
             self._generation = self.job.wait_beyond(self.number, self._wait_s)
             rank = self._generation.rank_of(self.job.member)
             if rank is None:
@@ -89,8 +96,24 @@ class ElasticGroup:
         """Destroy the group of the current generation, which may have lost ranks."""
         import torch.distributed as dist
 
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        if not dist.is_initialized():
+            return
+        generation = self._generation
+        if generation is not None and generation.spans_hosts and self.job.has_broken(generation):
+            # What was sent to a lost host will never arrive: nobody waits for it.
+            assert dist.group.WORLD is not None
+            dist.group.WORLD.abort()
+        dist.destroy_process_group()
+
+    def _ask_for_next(self) -> None:
+        """Between hosts connections can be lost though nobody has ended: then nobody else sees a
+        reason for another generation.
+        """
+        generation = self._generation
+        if generation is None or not generation.spans_hosts:
+            return
+        if generation.rank_of(self.job.member) is not None and not self.becomes_obsolete():
+            self.job.disconnected(generation)
 
     def becomes_obsolete(self) -> bool:
         """Whether the current generation has lost a member or been replaced, or will have been as
@@ -112,12 +135,13 @@ class ElasticGroup:
         import torch.distributed as dist
 
         from paceline._torch_internals import PrefixStore
-        from paceline.backend.create import form_group
+        from paceline.backend.create import GroupWatch, form_group
 
         store = PrefixStore(generation.store_prefix, self._store)
         size = len(generation.members)
         try:
-            formed = form_group(store, rank, size, self._timeout, self._is_obsolete)
+            watch = GroupWatch(self._is_obsolete, is_broken=lambda: self.job.has_broken(generation))
+            formed = form_group(store, rank, size, self._timeout, watch)
         except (PeerLost, GroupAborted):
             return False
         except NativeError:

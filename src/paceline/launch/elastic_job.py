@@ -50,6 +50,17 @@ class ElasticJob:
         """Whether a member of a generation has ended, also while there is no next one yet."""
         return any(self._page.member_in(member.slot) != member.id for member in generation.members)
 
+    def has_broken(self, generation: Generation) -> bool:
+        """Whether a generation has lost a member, or its members each other: then the next one is
+        of the same. Not if others only join or leave, which they do at the end of a batch.
+        """
+        if self.has_lost(generation):
+            return True
+        if self.latest() <= generation.number:
+            return False
+        following = self._page.published(generation.number + 1)
+        return following is None or following.generation.members == generation.members
+
     def wait_beyond(self, number: int, timeout_s: float) -> Generation:
         """The newest generation, once there is one newer than `number`.
 
@@ -84,6 +95,10 @@ class ElasticJob:
         another rank ended, which is no fault of the script.
         """
         self._request("failing", has_lost_peer=has_lost_peer)
+
+    def disconnected(self, generation: Generation) -> None:
+        """The members of a generation have lost each other, though none of them has ended."""
+        self._request("disconnected", generation=generation.number)
 
     def report_step(self, step: int) -> None:
         """This process has the state of training after so many steps."""

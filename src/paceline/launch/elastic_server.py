@@ -1,21 +1,23 @@
-"""The fork server of an elastic job: starts ranks, and replacements for those that end, for as long
-as the job runs.
+"""The fork server of an elastic job's first host: decides who belongs to the job, for as long as it
+runs.
 
     launcher --control-->  fork server  --fork-->  ranks, in slots 0 .. MAX - 1
                              |    ^  \\--fork-->   store process
                       job page    requests pipe
-                    (generations) (ready, leaving, failing, scale)
+                    (generations) (ready, leaving, failing, disconnected, scale)
 
 What is to be done is decided in `launch/membership.py`; this module tells it what happens and does
 what it orders. It must be able to fork at any moment and therefore starts no thread: the store,
 whose server has threads, is served by a process of its own, which is forked first.
+
+Other hosts (`--rdzv-endpoint`) connect to this one. Their fork servers (`elastic_follower.py`) do
+for their ranks what is ordered here, tell what happens to them, and show what is published here on
+job pages of their own. So a rank need not know on which host it is.
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import json
 import os
 import selectors
 import signal
@@ -23,33 +25,42 @@ import socket
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from paceline._linux import catches_signal, die_with_parent, end_descendants, outlive_parent
+from paceline._linux import die_with_parent, end_descendants, outlive_parent
 from paceline.errors import describe_exit
-from paceline.launch import rank_main
-from paceline.launch.elastic_job import elastic_variable
-from paceline.launch.generation import Member
+from paceline.launch.elastic_ranks import (
+    Change,
+    ElasticRanks,
+    Forked,
+    HostPlace,
+    Request,
+    end_what_it_started,
+    messages_of_end,
+)
+from paceline.launch.generation import Generation, Member
+from paceline.launch.host_link import LinkMessage, parse_endpoint
 from paceline.launch.job_page import JobPage, Word
 from paceline.launch.membership import (
+    FIRST_HOST,
     EndJob,
+    Fail,
+    Host,
     Kill,
     Membership,
     Order,
     Publish,
+    Release,
     Start,
     Tell,
     Terminate,
     Verdict,
 )
 from paceline.launch.messages import (
-    ELASTIC,
     Announcement,
     Job,
     JobPlaced,
-    MemberLost,
     MemberStarted,
-    RankEnd,
     RankFailing,
     ServerMessage,
     Signal,
@@ -60,59 +71,51 @@ from paceline.launch.rank_process import (
     LIMITS,
     CannotStart,
     ThisRank,
-    become_rank,
     inherited_descriptors,
-    role_variables,
     wake_on_child_change,
 )
+from paceline.launch.remote_hosts import Arrival, RemoteHost, RemoteHosts
 from paceline.telemetry.variables import RUN_ID
 
-__all__ = ["ElasticServer"]
+__all__ = ["ElasticServer", "PROTOCOL", "SLOTS_ON_SEVERAL_HOSTS"]
 
+PROTOCOL = 1  # of the messages between hosts
+SLOTS_ON_SEVERAL_HOSTS = 1024
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
 _LONGEST_WAIT_S = 3600.0
-_READ_BYTES = 1 << 16
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forked:
-    """In a rank that was just forked: where it reads its role."""
-
-    member: Member
-    role_fd: int
-
-
-@dataclasses.dataclass(frozen=True)
-class _Change:
-    """What happened to a process that is not a request of its own."""
-
-    member: Member
-    pid: int
-    status: int
 
 
 class ElasticServer:
-    """Serves one elastic job."""
+    """Serves one elastic job. `listener` is where other hosts come to; None if there are none."""
 
-    def __init__(self, job: Job, control: Connection) -> None:
+    def __init__(self, job: Job, control: Connection, listener: socket.socket | None) -> None:
         assert job.elastic is not None
-        self._job = job
+        self._job, self._config = job, job.elastic
         self._control = control
-        self._membership = Membership(job.elastic)
-        self._running: dict[int, Member] = {}  # by pid
-        self._pids: dict[int, int] = {}  # by the id of the member
-        self._requests_read, self._requests_write = os.pipe()
-        os.set_blocking(self._requests_read, False)
-        self._unfinished_line = b""
+        self._slots = range(job.ranks)
+        self._membership = Membership(job.elastic, self._slots)
+        self._hosts = RemoteHosts(listener, job.elastic.host_silence_s)
+        self._next_host = FIRST_HOST + 1
+        self._members: dict[int, Member] = {}  # all processes there are, by id
+        self._host_deadline = time.monotonic() + job.rendezvous.timeout_s
+        slots = job.ranks if listener is None else SLOTS_ON_SEVERAL_HOSTS
+        job_id = job.environ.get(RUN_ID, "")
         self._page = JobPage.create(
-            job.environ.get(RUN_ID, ""),
+            job_id,
             min_ranks=job.elastic.min_ranks,
             max_ranks=job.elastic.max_ranks,
+            slots=slots,
         )
-        self._page.words[Word.REQUESTS_FD] = self._requests_write
-        with socket.socket(fileno=os.dup(job.rendezvous.listen_fd)) as listen_socket:
-            self._address, self._port = listen_socket.getsockname()[:2]
+        self._store_socket = _store_socket(job, listener)
+        address, port = self._store_socket.getsockname()[:2]
+        if listener is not None:
+            address = parse_endpoint(job.rendezvous.endpoint)[0]
+        world_size = max(job.ranks, job.elastic.max_ranks)
+        self._place = HostPlace(FIRST_HOST, self._slots, world_size, address, port, job_id)
+        self._ranks = ElasticRanks(
+            job, self._place, self._page, self._close_private, self._on_other_end
+        )
         self._store_pid = self._start_store_process()
 
     def serve(self) -> ThisRank | int:
@@ -123,29 +126,34 @@ class ElasticServer:
             forked = None
             try:
                 self._send(Started({}, server))
-                self._send(JobPlaced(0, self._job.ranks))
+                self._send(JobPlaced(0, self._place.world_size))
                 forked = self._loop(wake)
             except (BrokenPipeError, ConnectionResetError):
-                self._kill_all()  # the launcher is gone
+                self._ranks.kill_all()  # the launcher is gone
             except Exception as error:
                 reason = str(error) if isinstance(error, CannotStart) else repr(error)
+                self._hosts.tell("fail", reason=f"the first host failed: {reason}")
                 with contextlib.suppress(OSError):
                     self._send(StartFailure(reason))
-                self._kill_all()
+                self._ranks.kill_all()
             if forked is None:
+                self._hosts.close()
+                self._store_socket.close()
                 _kill(self._store_pid)
                 end_descendants(server, wait_s=_LEFTOVERS_WAIT_S, term_s=_LEFTOVERS_TERM_S)
                 return 0
-        return self._become_rank(forked, server)
+        return self._ranks.become_rank(forked)
 
     def _send(self, message: ServerMessage) -> None:
         self._control.send(message)
 
-    def _kill_all(self) -> None:
-        for pid in self._running:
-            _kill(pid)
+    def _close_private(self) -> None:
+        """In a rank, and in the store process."""
+        self._control.close()
+        self._store_socket.close()
+        self._hosts.close()
 
-    # -- processes ---------------------------------------------------------------------------------
+    # -- the store ---------------------------------------------------------------------------------
 
     def _start_store_process(self) -> int:
         server = os.getpid()
@@ -158,100 +166,140 @@ class ElasticServer:
         if pid == 0:
             die_with_parent(server)
             os.setpgid(0, 0)
-            self._control.close()
-            os.close(self._requests_read)
-            os.close(self._requests_write)
-            _serve_store(self._job, self._address, self._port)
+            self._serve_store()
         return pid
 
-    def _start(self, member: Member) -> _Forked | None:
-        """Fork a rank and send it its role; returns something in the rank only."""
-        try:
-            role_read, role_write = os.pipe()
-            pid = os.fork()
-        except OSError as error:
+    def _serve_store(self) -> NoReturn:
+        """What the store process does, until it is killed. Torch is loaded when a rank connects."""
+        store_fd = os.dup(self._store_socket.fileno())
+        self._ranks.close_in_child()
+        for descriptor in inherited_descriptors(self._job):
+            os.close(descriptor)
+        with selectors.DefaultSelector() as selector:
+            selector.register(store_fd, selectors.EVENT_READ)
+            selector.select()
+        from paceline._torch_internals import TCPStore
+
+        store = TCPStore(
+            self._place.address,
+            self._place.port,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=store_fd,
+        )
+        with contextlib.nullcontext(store):  # served as long as it exists
+            while True:
+                signal.pause()
+
+    def _on_other_end(self, pid: int, status: int) -> None:
+        is_end = not os.WIFSTOPPED(status) and not os.WIFCONTINUED(status)
+        if pid == self._store_pid and is_end:
+            how = describe_exit(os.waitstatus_to_exitcode(status))
             raise CannotStart(
-                f"rank {member.slot} could not be started: {error.strerror}{LIMITS}", 2
-            ) from None
-        if pid == 0:
-            os.close(role_write)
-            return _Forked(member, role_read)
-        os.close(role_read)
-        self._running[pid] = member
-        self._pids[member.id] = pid
-        self._page.seat(member.slot, member.id, pid)
-        self._membership.started(member.id, pid)
-        with contextlib.suppress(BrokenPipeError):  # it was killed before it began
-            role = rank_main.Role(self._job.work, self._variables(member, pid))
-            rank_main.send_frame(role_write, role)
-        os.close(role_write)
-        self._send(MemberStarted(member.slot, pid))
-        return None
-
-    def _variables(self, member: Member, pid: int) -> dict[str, str]:
-        variables = role_variables(
-            self._job,
-            rank=member.slot,
-            local_rank=member.slot,
-            world_size=self._job.ranks,
-            node=0,
-            address=self._address,
-            port=self._port,
-        )
-        variables[ELASTIC] = elastic_variable(
-            pid=pid,
-            page_fd=self._page.descriptor,
-            requests_fd=self._requests_write,
-            member=member.id,
-            slot=member.slot,
-        )
-        return variables
-
-    def _become_rank(self, forked: _Forked, server: int) -> ThisRank:
-        die_with_parent(server)
-        os.setpgid(0, 0)
-        self._control.close()
-        os.close(self._requests_read)
-        kept = (self._page.descriptor, self._requests_write)
-        return become_rank(self._job, forked.member.slot, forked.role_fd, kept)
+                f"the process that serves the job's store (pid {pid}) {how}: ranks can no longer "
+                "meet",
+                1,
+            )
 
     # -- the loop ----------------------------------------------------------------------------------
 
-    def _loop(self, wake: socket.socket) -> _Forked | None:
+    def _loop(self, wake: socket.socket) -> Forked | None:
         with selectors.DefaultSelector() as selector:
-            for source in (self._control, wake, self._requests_read):
+            for source in (self._control, wake, self._ranks.requests_fd):
                 selector.register(source, selectors.EVENT_READ)
+            self._hosts.watch(selector)
             while True:
-                self._page.words[Word.TARGET] = self._membership.target
+                self._show_target(self._membership.target)
                 now = time.monotonic()
+                self._check_hosts_come(now)
                 forked = self._follow(self._membership.decide(now))
-                if forked is not None or self._membership.is_over:
+                if forked is not None:
                     return forked
-                pause_s = min(self._membership.wake_at(now) - now, _LONGEST_WAIT_S)
+                if self._membership.is_over:
+                    self._hosts.tell("over")
+                    return None
+                wake_at = min(self._membership.wake_at(now), self._hosts.wake_at())
+                pause_s = min(wake_at - now, _LONGEST_WAIT_S)
+                if self._membership.missing_hosts:
+                    pause_s = min(pause_s, self._host_deadline - now)
                 for key, _ in selector.select(max(0.0, pause_s)):
                     if key.fileobj is wake:
                         wake.recv(4096)
                     elif key.fileobj is self._control:
                         self._follow_launcher()
+                    elif key.fileobj is self._hosts.listener:
+                        self._hosts.accept()
                 self._note_what_happened()
+                self._note_hosts(time.monotonic())
 
-    def _follow(self, orders: Sequence[Order]) -> _Forked | None:
+    def _show_target(self, ranks: int) -> None:
+        if self._page.words[Word.TARGET] != ranks:
+            self._page.words[Word.TARGET] = ranks
+            self._hosts.tell("target", ranks=ranks)
+
+    def _check_hosts_come(self, now: float) -> None:
+        if self._membership.missing_hosts and now >= self._host_deadline:
+            wanted = self._config.hosts
+            raise CannotStart(
+                f"{wanted - self._membership.missing_hosts} of {wanted} hosts (--nnodes) have come "
+                f"within {self._job.rendezvous.timeout_s:g} s: start the same command on each host",
+                1,
+            )
+
+    def _follow(self, orders: Sequence[Order]) -> Forked | None:
         for order in orders:
             match order:
                 case Start():
                     if (forked := self._start(order.member)) is not None:
                         return forked
                 case Terminate():
-                    _signal(self._pids[order.member_id], signal.SIGTERM)
+                    self._signal(order.member_id, signal.SIGTERM)
                 case Kill():
-                    _kill(self._pids[order.member_id])
+                    self._signal(order.member_id, signal.SIGKILL)
                 case Publish():
                     self._page.publish(order.generation)
+                    self._hosts.tell("publish", None, **_as_message(order.generation))
                 case EndJob():
-                    self._send(RankFailing(self._running[self._pids[order.member_id]].slot))
+                    self._end_because_of(order.member_id)
+                case Fail():
+                    self._fail_elsewhere(order.reason, FIRST_HOST)
+                    self._send(StartFailure(order.reason))
+                case Release():
+                    self._release(order.host)
                 case Tell():
                     self._send(Announcement(order.text))
+                    self._hosts.tell("say", text=order.text)
         return None
+
+    def _start(self, member: Member) -> Forked | None:
+        self._members[member.id] = member
+        if member.host != FIRST_HOST:
+            self._hosts[member.host].link.send("start", slot=member.slot, member=member.id)
+            return None
+        started = self._ranks.start(member)
+        if isinstance(started, Forked):
+            return started
+        self._note_start(member, started)
+        self._send(MemberStarted(self._ranks.local_rank(member.slot), started))
+        return None
+
+    def _note_start(self, member: Member, pid: int) -> None:
+        self._membership.started(member.id, pid)
+        self._hosts.tell("seat", member.host, slot=member.slot, member=member.id, pid=pid)
+
+    def _signal(self, member_id: int, number: int) -> None:
+        host = self._members[member_id].host
+        if host == FIRST_HOST:
+            self._ranks.signal(member_id, number)
+        else:
+            self._hosts[host].link.send("signal", member=member_id, number=number)
+
+    def _release(self, number: int) -> None:
+        remote = self._hosts[number]
+        remote.is_released = True
+        remote.link.send("over")
+
+    # -- the end -----------------------------------------------------------------------------------
 
     def _follow_launcher(self) -> None:
         try:
@@ -264,60 +312,40 @@ class ElasticServer:
             # Ranks look at it when they get the signal.
             self._page.words[Word.IS_ENDING] = 1
             self._membership.stop()
-        for pid, member in self._running.items():
-            # A request to save must not end a rank that is still starting.
-            is_heard = order.number != signal.SIGUSR1 or catches_signal(pid, signal.SIGUSR1)
-            if member.slot != order.skip and is_heard:
-                _signal(pid, order.number)
+            self._hosts.tell("stop", number=order.number)
+        self._ranks.signal_all(order.number, order.skip)
+
+    def _end_because_of(self, member_id: int) -> None:
+        """An error is ending this rank, and so the job."""
+        member = self._members[member_id]
+        self._fail_elsewhere(f"rank {member.slot} failed{self._where(member)}", member.host)
+        if member.host == FIRST_HOST:
+            self._send(RankFailing(self._ranks.local_rank(member.slot)))
+        else:
+            self._hosts[member.host].link.send("failing", slot=member.slot)
+
+    def _fail_elsewhere(self, reason: str, host: int) -> None:
+        """Tell all hosts but one, which knows it, why the job ends."""
+        if host != FIRST_HOST:
+            self._send(StartFailure(reason))
+        self._hosts.tell("fail", host, reason=reason)
+
+    def _where(self, member: Member) -> str:
+        host = "the first host" if member.host == FIRST_HOST else self._hosts[member.host].host
+        return f" on {host}: see its output there"
+
+    # -- what happened on this host ----------------------------------------------------------------
 
     def _note_what_happened(self) -> None:
         # In this order: what a process has asked for before it ended is read before its end counts.
-        changes = self._collect_changes()
-        for request in self._read_requests():
+        changes = self._ranks.collect_changes()
+        for request in self._ranks.read_requests():
             self._note_request(request)
-        self._membership.observe_steps(
-            {member.id: self._page.step_in(member.slot) for member in self._running.values()}
-        )
+        self._membership.observe_steps(self._ranks.steps())
         for change in changes:
             self._note_change(change)
 
-    def _collect_changes(self) -> list[_Change]:
-        changes = []
-        with contextlib.suppress(ChildProcessError):
-            while True:
-                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
-                if pid == 0:
-                    break
-                if pid == self._store_pid and not os.WIFSTOPPED(status):
-                    self._check_store_process(status)
-                elif pid in self._running:  # else: an orphan that a rank left behind
-                    changes.append(_Change(self._running[pid], pid, status))
-        return changes
-
-    def _check_store_process(self, status: int) -> None:
-        if not os.WIFCONTINUED(status):
-            how = describe_exit(os.waitstatus_to_exitcode(status))
-            raise CannotStart(
-                f"the process that serves the job's store (pid {self._store_pid}) {how}: ranks can "
-                "no longer meet",
-                1,
-            )
-
-    def _read_requests(self) -> list[dict[str, Any]]:
-        data = self._unfinished_line
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._requests_read, _READ_BYTES):
-                data += part
-        *lines, self._unfinished_line = data.split(b"\n")
-        requests = []
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                request = json.loads(line)
-                if isinstance(request, dict):
-                    requests.append(request)
-        return requests
-
-    def _note_request(self, request: dict[str, Any]) -> None:
+    def _note_request(self, request: Request) -> None:
         member = request.get("member", -1)
         match request.get("is"):
             case "ready":
@@ -327,61 +355,155 @@ class ElasticServer:
             case "failing":
                 lost = bool(request.get("has_lost_peer"))
                 self._membership.failing(member, has_lost_peer=lost)
+            case "disconnected":
+                self._membership.disconnected(request.get("generation", -1))
             case "scale" if isinstance(request.get("ranks"), int):
                 self._membership.scale(request["ranks"])
 
-    def _note_change(self, change: _Change) -> None:
-        member, status, now = change.member, change.status, time.monotonic()
-        if os.WIFSTOPPED(status):
-            self._membership.stopped(member.id, now)
-        elif os.WIFCONTINUED(status):
-            self._membership.continued(member.id)
+    def _note_change(self, change: Change) -> None:
+        now = time.monotonic()
+        if os.WIFSTOPPED(change.status):
+            self._membership.stopped(change.member.id, now)
+        elif os.WIFCONTINUED(change.status):
+            self._membership.continued(change.member.id)
         else:
-            self._note_end(change.pid, member, os.waitstatus_to_exitcode(status), now)
+            self._ranks.forget(change)
+            exitcode = os.waitstatus_to_exitcode(change.status)
+            verdict = self._judge_end(change.member, exitcode, now)
+            if verdict is Verdict.LOST:
+                end_what_it_started(change.pid)
+            slot = change.member.slot
+            local_rank = self._ranks.local_rank(slot)
+            for message in messages_of_end(local_rank, slot, exitcode, verdict, now):
+                self._send(message)
 
-    def _note_end(self, pid: int, member: Member, exitcode: int, now: float) -> None:
-        del self._running[pid], self._pids[member.id]
-        self._page.vacate(member.slot)
+    def _judge_end(self, member: Member, exitcode: int, now: float) -> Verdict:
+        """A rank has ended, on whichever host."""
+        del self._members[member.id]
+        self._hosts.tell("vacate", member.host, slot=member.slot)
         verdict = self._membership.ended(member.id, exitcode, now)
-        if verdict is Verdict.LOST:
-            # What it has started, such as loader workers, has lost its purpose. Not SIGKILL:
-            # multiprocessing's resource tracker ignores SIGTERM, and cleans up.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, signal.SIGTERM)
-        if verdict in {Verdict.LOST, Verdict.LEFT}:
-            self._send(MemberLost(member.slot, exitcode, now))
-        else:
-            self._send(RankEnd(member.slot, exitcode, now))
-        if verdict is Verdict.FATAL and exitcode == 0:
-            self._send(StartFailure(f"rank {member.slot} ended before it took part"))
+        if verdict is Verdict.FATAL:
+            how = describe_exit(exitcode)
+            reason = f"rank {member.slot} failed ({how}){self._where(member)}"
+            self._fail_elsewhere(reason, member.host)
+        return verdict
+
+    # -- what happened on other hosts --------------------------------------------------------------
+
+    def _note_hosts(self, now: float) -> None:
+        for arrival, introduction in self._hosts.introductions(now):
+            if (reason := self._why_not(introduction)) is not None:
+                self._hosts.refuse(arrival, reason)
+            else:
+                self._admit(arrival, introduction, now)
+        for remote, message in self._hosts.messages(now):
+            try:
+                self._note_message(remote, message, now)
+            except (KeyError, TypeError, ValueError):
+                remote.link.is_open = False  # it speaks another language
+        for remote, how in self._hosts.take_lost(now):
+            for member in self._membership.host_lost(remote.host.number, how):
+                self._members.pop(member.id, None)
+                self._page.vacate(member.slot)
+                self._hosts.tell("vacate", slot=member.slot)
+
+    def _why_not(self, introduction: LinkMessage) -> str | None:
+        """Why a host cannot take part."""
+        if introduction.get("protocol") != PROTOCOL:
+            return "it runs another version of Paceline: use the same one on all hosts"
+        expected = {
+            "--rdzv-id": self._job.rendezvous.run_id,
+            "--elastic": f"{self._config.min_ranks}:{self._config.max_ranks}",
+        }
+        for option, value in expected.items():
+            if introduction.get(option) != value:
+                return (
+                    f"its {option} is {introduction.get(option)} and that of the job {value}: "
+                    "start the same command on each host"
+                )
+        if not self._membership.is_open:
+            return "the job is ending"
+        ranks = introduction.get("ranks")
+        if not isinstance(ranks, int) or ranks < 1 or self._free_slots(ranks) is None:
+            return f"there is no room for {ranks} more ranks"
+        return None
+
+    def _free_slots(self, count: int) -> range | None:
+        return self._hosts.free_slots(count, self._slots, SLOTS_ON_SEVERAL_HOSTS)
+
+    def _admit(self, arrival: Arrival, introduction: LinkMessage, now: float) -> None:
+        ranks = introduction["ranks"]
+        slots = self._free_slots(ranks)
+        assert slots is not None
+        host = Host(self._next_host, slots, str(introduction.get("name", "")))
+        self._next_host += 1
+        link = self._hosts.admit(host, arrival, now).link
+        link.send(
+            "welcome",
+            host=host.number,
+            first_slot=slots.start,
+            job=self._place.job,
+            port=self._place.port,
+            silence_s=self._config.host_silence_s,
+            world_size=max(slots.stop, self._place.world_size),
+        )
+        # What the other pages show already.
+        link.send("target", ranks=self._membership.target)
+        for slot in range(self._page.slots):
+            member, pid = self._page.member_in(slot), self._page.pid_in(slot)
+            if member is not None:
+                link.send("seat", slot=slot, member=member, pid=pid)
+        for published in self._page.latest_published():
+            link.send("publish", **_as_message(published.generation))
+        self._membership.host_joined(host, ranks)
+
+    def _note_message(self, remote: RemoteHost, message: LinkMessage, now: float) -> None:
+        match message["is"]:
+            case "ping":
+                self._membership.observe_steps(dict(message["steps"]))
+                remote.link.send("pong", number=message["number"])
+            case "started":
+                member = self._members[message["member"]]
+                self._page.seat(member.slot, member.id, message["pid"])
+                self._note_start(member, message["pid"])
+            case "request":
+                self._note_request(message["request"])
+            case "stopped":
+                self._membership.stopped(message["member"], now)
+            case "continued":
+                self._membership.continued(message["member"])
+            case "ended":
+                self._note_remote_end(remote, message, now)
+            case "leave":
+                self._membership.host_leaving(remote.host.number)
+
+    def _note_remote_end(self, remote: RemoteHost, message: LinkMessage, now: float) -> None:
+        self._membership.observe_steps(dict(message["steps"]))
+        member = self._members[message["member"]]
+        self._page.vacate(member.slot)
+        verdict = self._judge_end(member, message["exitcode"], now)
+        remote.link.send(
+            "verdict",
+            slot=member.slot,
+            pid=message["pid"],
+            exitcode=message["exitcode"],
+            verdict=verdict.name,
+        )
 
 
-def _serve_store(job: Job, address: str, port: int) -> NoReturn:
-    """What the store process does, until it is killed. Torch is loaded when a rank connects."""
-    for descriptor in inherited_descriptors(job):
-        if descriptor != job.rendezvous.listen_fd:
-            os.close(descriptor)
-    with selectors.DefaultSelector() as selector:
-        selector.register(job.rendezvous.listen_fd, selectors.EVENT_READ)
-        selector.select()
-    from paceline._torch_internals import TCPStore
+def _store_socket(job: Job, listener: socket.socket | None) -> socket.socket:
+    """Where the store is served: for the ranks of this host, or beside the endpoint for all."""
+    if listener is None:
+        return socket.socket(fileno=os.dup(job.rendezvous.listen_fd))
+    where = (listener.getsockname()[0], 0)
+    return socket.create_server(where, family=listener.family, backlog=SLOTS_ON_SEVERAL_HOSTS)
 
-    store = TCPStore(
-        address,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=job.rendezvous.listen_fd,
-    )
-    with contextlib.nullcontext(store):  # served as long as it exists
-        while True:
-            signal.pause()
+
+def _as_message(generation: Generation) -> dict[str, object]:
+    members = [[each.slot, each.id, each.host] for each in generation.members]
+    return {"number": generation.number, "members": members, "reason": generation.reason}
 
 
 def _kill(pid: int) -> None:
-    _signal(pid, signal.SIGKILL)
-
-
-def _signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+        os.kill(pid, signal.SIGKILL)

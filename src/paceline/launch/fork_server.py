@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
+import errno
 import importlib
 import os
 import selectors
@@ -110,12 +111,42 @@ def main(control_fd: int) -> int:
 
 def _run_elastic(job: Job, control: Connection) -> int:
     # Imported here: other jobs do without.
+    from paceline.launch.elastic_follower import ElasticFollower
     from paceline.launch.elastic_server import ElasticServer
 
-    ended = ElasticServer(job, control).serve()
+    listener = _listen_for_hosts(job.rendezvous) if job.rendezvous.endpoint else None
+    if listener is None and job.rendezvous.endpoint:
+        ended = ElasticFollower(job, control).serve()
+    else:
+        ended = ElasticServer(job, control, listener).serve()
     if isinstance(ended, ThisRank):
         return rank_main.run(ended.role_fd, ended.report_fd)
     return ended
+
+
+def _listen_for_hosts(config: RendezvousConfig) -> socket.socket | None:
+    """Where an elastic job's other hosts come to; None if this is one of them. The first host is
+    the one that the endpoint is an address of.
+    """
+    from paceline.launch.host_link import listen
+
+    if config.node_rank not in {None, 0}:
+        return None
+    try:
+        listener = listen(config.endpoint)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE and config.node_rank is None:
+            return None  # by the first launcher on this host
+        raise CannotStart(
+            f"no host can be awaited at {config.endpoint} (--rdzv-endpoint): {error.strerror}", 1
+        ) from None
+    if listener is None and config.node_rank == 0:
+        raise CannotStart(
+            f"--node-rank 0 is the host that others come to, but {config.endpoint} "
+            "(--rdzv-endpoint) is no address of this one",
+            2,
+        )
+    return listener
 
 
 def _close_inherited(job: Job, control: Connection) -> None:

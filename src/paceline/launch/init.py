@@ -80,17 +80,34 @@ def init_process_group(
 ) -> None:
     """Join the job this process was started for, wherever that was.
 
-    Takes the arguments of `torch.distributed.init_process_group`; all can be left out. With
-    `init_method` or `store` ranks meet through these and only the backend is chosen here.
-    `threads` is for torch's CPU operators (default: PACELINE_THREADS, OMP_NUM_THREADS, else the
-    host's allowed cores divided by its ranks). Rank 0 logs what was found in one line on stderr,
-    unless `quiet` or PACELINE_QUIET=1.
-
-    Raises `ConfigError` for an incomplete or contradictory environment and `CollectiveTimeout`
-    naming the ranks that did not join.
-
-    In an elastic job (`paceline run --elastic`) it forms no group: `paceline.Training` does, anew
+    Takes the arguments of `torch.distributed.init_process_group`; all can be left out. In an
+    elastic job (`paceline run --elastic`) it forms no group: `paceline.Training` does, anew
     whenever ranks come or go.
+
+    Args:
+        backend: chosen for this machine by default: shared memory for CPU tensors, and the vendor's
+            library for an accelerator.
+        init_method: with it, or `store`, ranks meet there and only the backend is chosen here.
+        timeout: of each collective, and of joining if that is less than five minutes.
+        world_size: the number of ranks; checked against the environment if there is one.
+        rank: of this process, likewise.
+        store: an open store that all ranks share.
+        group_name: torch's, for messages.
+        pg_options: `paceline.GroupOptions`, or those of another backend.
+        device_id: torch's, for backends of accelerators.
+        threads: of torch's CPU operators. By default PACELINE_THREADS, OMP_NUM_THREADS, else the
+            host's allowed cores divided by its ranks.
+        quiet: do not log what was found, which rank 0 does in one line on standard error.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself or the arguments.
+        CollectiveTimeout: not all ranks joined; names those that did not.
+
+    Example:
+        ```python
+        paceline.init_process_group()
+        print(f"rank {paceline.rank()} of {paceline.world_size()}")
+        ```
     """
     import torch.distributed as dist
 
@@ -278,8 +295,17 @@ def _log_summary(placement: Placement, choice: BackendChoice) -> None:
 
 
 def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-    """Leave a group, by default all of them. Unlike torch's function it may be called when there is
-    none.
+    """Leave a group. Unlike torch's function it may be called when there is none, and it may be
+    left out.
+
+    Args:
+        group: the group to leave; all of them by default.
+
+    Example:
+        ```python
+        paceline.init_process_group()
+        paceline.destroy_process_group()
+        ```
     """
     import torch.distributed as dist
 
@@ -306,17 +332,50 @@ def placement() -> Placement | None:
 
 
 def rank() -> int:
-    """This process's rank: that of the default group, else the one from the environment."""
+    """This process's rank.
+
+    Returns:
+        That of the default group, else the one from the environment, else that of a process alone.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself.
+
+    Example:
+        ```python
+        torch.manual_seed(paceline.rank())
+        ```
+    """
     return current_rank_and_world()[0]
 
 
 def world_size() -> int:
-    """The number of ranks: that of the default group, else the one from the environment."""
+    """The number of ranks.
+
+    Returns:
+        That of the default group, else the one from the environment, else that of a process alone.
+
+    Raises:
+        ConfigError: the environment is incomplete or contradicts itself.
+
+    Example:
+        ```python
+        samples_per_rank = 64 // paceline.world_size()
+        ```
+    """
     return current_rank_and_world()[1]
 
 
 def local_rank() -> int:
-    """This rank's index among the ranks of its host."""
+    """This rank's index among the ranks of its host.
+
+    Returns:
+        A number from 0, different for each rank of one host.
+
+    Example:
+        ```python
+        print(f"GPU {paceline.local_rank()} is mine")
+        ```
+    """
     if (agreed := placement()) is not None:
         return agreed.local_rank
     from_environment = find_rank_env(os.environ).local_rank
@@ -328,7 +387,16 @@ def local_rank() -> int:
 
 
 def local_world_size() -> int:
-    """The number of ranks on this host."""
+    """The number of ranks on this host.
+
+    Returns:
+        As the job was placed, or as the environment says.
+
+    Example:
+        ```python
+        cores_per_rank = os.cpu_count() // paceline.local_world_size()
+        ```
+    """
     if (agreed := placement()) is not None:
         return agreed.local_world_size
     from_environment = find_rank_env(os.environ).local_world_size
@@ -341,8 +409,16 @@ def local_world_size() -> int:
 
 
 def is_main() -> bool:
-    """Whether this is rank 0: the one that prints and writes. Never a rank that has left an elastic
-    job, which goes on without it.
+    """Whether this rank is the one that prints and writes.
+
+    Returns:
+        True on rank 0. Never on a rank that has left an elastic job, which goes on without it.
+
+    Example:
+        ```python
+        if paceline.is_main():
+            print("done")
+        ```
     """
     context = current_context()
     has_left = context is not None and context.elastic is not None and context.elastic.has_left

@@ -1,16 +1,18 @@
 """The job page of an elastic job: memory in which its fork server tells who belongs to the job.
 
 A page is anonymous memory (a memfd) that the fork server makes before it starts ranks. Ranks and
-their replacements inherit it, `paceline ps` and `paceline scale` find it in `/proc`.
+their replacements inherit it, `paceline ps` and `paceline scale` find it in `/proc`. On several
+hosts each has a page, and all tell the same: what the first host's fork server decides.
 
     byte 0      an 8-byte word for each member of `Word`
     byte 256    the id of the job
     byte 512    for each slot three words: member, pid, step
     after that  the latest generations, a ring of records: checksum, length, JSON
 
-There is one writer for each word: the rank in a slot writes the slot's step, the fork server
-everything else. A generation is written before LATEST is raised to its number. A reader takes a
-record only if checksum and number are right; otherwise it was overtaken, and looks again.
+There is one writer for each word: the rank in a slot writes the slot's step (on the page of its own
+host alone), the fork server everything else. A generation is written before LATEST is raised to its
+number. A reader takes a record only if checksum and number are right; otherwise it was overtaken,
+and looks again.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from paceline.launch.generation import Generation, Member
 __all__ = ["JobPage", "PublishedGeneration", "Word", "find_job_pages"]
 
 _MEMFD_NAME = "paceline-job"
-_MAGIC = 0x7061_6365_0E01  # changes with the layout
+_MAGIC = 0x7061_6365_0E02  # changes with the layout
 _JOB_AT, _JOB_BYTES = 256, 64
 _SLOTS_AT = 512
 _SLOT_WORDS = 3
@@ -48,10 +50,11 @@ class Word(enum.IntEnum):
     LATEST = 1  # the number of the newest generation; -1 before the first
     IS_ENDING = 2  # 1: the whole job was asked to end
     MIN_RANKS = 3
-    MAX_RANKS = 4  # the number of slots
+    MAX_RANKS = 4
     TARGET = 5  # how many ranks the job is meant to have
     SERVER_PID = 6
     REQUESTS_FD = 7  # the write end of the requests pipe, in the fork server
+    SLOTS = 8  # how many there are: on several hosts more than ranks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,12 +77,17 @@ class JobPage:
                 "the job page is that of another version of Paceline: use the same version for the "
                 "launcher and the ranks"
             )
-        self._record_bytes = _record_bytes(self.max_ranks)
+        self._record_bytes = _record_bytes(self.slots)
 
     @classmethod
-    def create(cls, job: str, *, min_ranks: int, max_ranks: int) -> JobPage:
-        """A page of a job without members. Its descriptor is open in the caller."""
-        nbytes = _records_at(max_ranks) + _RECORDS_KEPT * _record_bytes(max_ranks)
+    def create(
+        cls, job: str, *, min_ranks: int, max_ranks: int, slots: int | None = None
+    ) -> JobPage:
+        """A page of a job without members, with a slot for each rank if nothing else is said. Its
+        descriptor is open in the caller.
+        """
+        slots = max_ranks if slots is None else slots
+        nbytes = _records_at(slots) + _RECORDS_KEPT * _record_bytes(slots)
         descriptor = anonymous_memory(_MEMFD_NAME, nbytes)
         words = {
             Word.MAGIC: _MAGIC,
@@ -88,12 +96,13 @@ class JobPage:
             Word.MAX_RANKS: max_ranks,
             Word.SERVER_PID: os.getpid(),
             Word.REQUESTS_FD: -1,
+            Word.SLOTS: slots,
         }
         header = struct.pack(f"<{len(Word)}q", *(words.get(word, 0) for word in Word))
         os.pwrite(descriptor, header, 0)
         os.pwrite(descriptor, job.encode()[:_JOB_BYTES], _JOB_AT)
         nobody = struct.pack(f"<{_SLOT_WORDS}q", *[_NOBODY] * _SLOT_WORDS)
-        os.pwrite(descriptor, nobody * max_ranks, _SLOTS_AT)
+        os.pwrite(descriptor, nobody * slots, _SLOTS_AT)
         return cls(descriptor)
 
     def close(self) -> None:
@@ -114,6 +123,10 @@ class JobPage:
     def max_ranks(self) -> int:
         return int(self.words[Word.MAX_RANKS])
 
+    @property
+    def slots(self) -> int:
+        return int(self.words[Word.SLOTS])
+
     def newest(self) -> PublishedGeneration | None:
         """The newest generation; None before the first."""
         while (number := int(self.words[Word.LATEST])) >= 0:
@@ -132,7 +145,7 @@ class JobPage:
         content = json.loads(data)
         if content["number"] != number:
             return None
-        members = tuple(Member(slot, member) for member, slot in content["members"])
+        members = tuple(Member(*facts) for facts in content["members"])
         generation = Generation(number, members, content["reason"])
         return PublishedGeneration(generation, content["began_ns"])
 
@@ -179,7 +192,7 @@ class JobPage:
         """Make a generation the newest one."""
         content = {
             "number": generation.number,
-            "members": [[member.id, member.slot] for member in generation.members],
+            "members": [[each.slot, each.id, each.host] for each in generation.members],
             "reason": generation.reason[:_LONGEST_REASON],
             "began_ns": time.monotonic_ns(),
         }
@@ -191,7 +204,7 @@ class JobPage:
         self.words[Word.LATEST] = generation.number
 
     def _record_at(self, number: int) -> int:
-        return _records_at(self.max_ranks) + number % _RECORDS_KEPT * self._record_bytes
+        return _records_at(self.slots) + number % _RECORDS_KEPT * self._record_bytes
 
 
 def find_job_pages(job: str = "") -> list[JobPage]:
@@ -227,10 +240,10 @@ def _slot_at(slot: int) -> int:
     return _SLOTS_AT // 8 + slot * _SLOT_WORDS
 
 
-def _records_at(max_ranks: int) -> int:
-    return _SLOTS_AT + 8 * _SLOT_WORDS * max_ranks
+def _records_at(slots: int) -> int:
+    return _SLOTS_AT + 8 * _SLOT_WORDS * slots
 
 
-def _record_bytes(max_ranks: int) -> int:
-    """Room for a record with a long reason, and two numbers of eight digits for each member."""
-    return (1024 + 24 * max_ranks + 7) // 8 * 8
+def _record_bytes(slots: int) -> int:
+    """Room for a record with a long reason, and three numbers for each member."""
+    return (1024 + 32 * slots + 7) // 8 * 8

@@ -15,13 +15,18 @@ A process goes through these standings, never backwards:
 
 What the rules keep:
 
-- A generation differs from the one before, and has at least `min_ranks` members. Only when training
-  is over, or the job was asked to end, may those that are left be fewer.
+- A generation differs from the one before, unless its ranks have lost their connections, and has at
+  least `min_ranks` members. Only when training is over, or the job was asked to end, may those that
+  are left be fewer.
 - Whoever is not in a generation any more has ended before it begins, or left of its own accord.
 - The state of training is not left behind: a rank that wants to leave stays until another member
   has it.
 - There are at most `max_restarts` replacements for ranks that died. Three errors in a row, each of
   a process that was started after the one before, with no step completed meanwhile, end the job.
+
+Hosts are the places where processes can be started: each has some slots. The first host is there
+from the beginning and decides about the job; if it is lost, so is the job, and there is nothing to
+decide. The end of any other host is the end of its processes, all at once.
 """
 
 from __future__ import annotations
@@ -38,17 +43,23 @@ from paceline.launch.messages import ElasticConfig
 
 __all__ = [
     "EndJob",
+    "Fail",
+    "FIRST_HOST",
+    "Host",
     "Kill",
     "Membership",
     "Order",
     "Publish",
+    "Release",
     "Start",
     "Tell",
     "Terminate",
     "Verdict",
 ]
 
+FIRST_HOST = 0
 _ERRORS_IN_A_ROW = 3
+_REGROUPS_IN_A_ROW = 5
 _FIRST_BACK_OFF_S = 0.5
 _LONGEST_BACK_OFF_S = 30.0
 _LEAVE_S = 30.0  # what a rank may take to end once it was left out
@@ -94,13 +105,39 @@ class EndJob:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fail:
+    """The job ends, for a reason that is no error of a process."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Release:
+    """A host that wanted to leave has no process any more, and will get none."""
+
+    host: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Tell:
     """A line for the user."""
 
     text: str
 
 
-Order = Start | Terminate | Kill | Publish | EndJob | Tell
+Order = Start | Terminate | Kill | Publish | EndJob | Fail | Release | Tell
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """A place for processes: its slots are its own. `name` is what the user calls it."""
+
+    number: int
+    slots: range
+    name: str = ""
+
+    def __str__(self) -> str:
+        return f"host {self.number} ({self.name})" if self.name else f"host {self.number}"
 
 
 class Verdict(enum.Enum):
@@ -163,13 +200,25 @@ class _Process:
         return not self.is_leaving
 
 
-class Membership:
-    """The members of one job, from its start to its end."""
+@dataclasses.dataclass
+class _HostState:
+    """What becomes of a host."""
 
-    def __init__(self, config: ElasticConfig) -> None:
+    host: Host
+    to_begin: int  # how many processes it has still to start for the first generation
+    is_leaving: bool = False
+
+
+class Membership:
+    """The members of one job, from its start to its end. `slots` are those of the first host: by
+    default as many as there may be ranks.
+    """
+
+    def __init__(self, config: ElasticConfig, slots: range | None = None) -> None:
         self._config = config
-        self._target = config.start_ranks
+        self._target = 0
         self._phase = _Phase.TRAINING
+        self._hosts: dict[int, _HostState] = {}
         self._processes: dict[int, _Process] = {}
         self._next_id = 0
         self._newest = Generation(-1, ())
@@ -182,6 +231,11 @@ class Membership:
         self._start_at = -math.inf
         self._job_step = -1
         self._blame = _Blame()
+        self._failure: str | None = None
+        self._regroups = 0  # since a step was completed
+        self._has_to_regroup = False
+        first = Host(FIRST_HOST, range(config.max_ranks) if slots is None else slots)
+        self.host_joined(first, config.start_ranks)
 
     @property
     def target(self) -> int:
@@ -189,11 +243,60 @@ class Membership:
         return self._target
 
     @property
+    def missing_hosts(self) -> int:
+        """How many hosts the job still waits for before it begins."""
+        if self._newest.number >= 0 or not self.is_open:
+            return 0
+        return max(0, self._config.hosts - len(self._hosts))
+
+    @property
+    def is_open(self) -> bool:
+        """Whether hosts and ranks may still join."""
+        return self._phase is _Phase.TRAINING
+
+    @property
     def is_over(self) -> bool:
         """Whether no process runs and none will be started."""
         return not self._processes and self._phase is not _Phase.TRAINING
 
-    # -- what happened -----------------------------------------------------------------------------
+    # -- what happened to hosts --------------------------------------------------------------------
+
+    def host_joined(self, host: Host, ranks: int) -> None:
+        """A host has come, with so many ranks to run."""
+        has_begun = self._newest.number >= 0
+        self._hosts[host.number] = _HostState(host, 0 if has_begun else ranks)
+        staying = sum(process.stays for process in self._processes.values())
+        expected = staying if has_begun else self._target
+        self._target = max(self._target, min(expected + ranks, self._config.max_ranks))
+        if has_begun:
+            self._notices.append(f"{host} joins the job")
+
+    def host_leaving(self, number: int) -> None:
+        """A host was asked to leave: its ranks leave, and it gets no others."""
+        if number in self._hosts and not self._hosts[number].is_leaving:
+            self._hosts[number].is_leaving = True
+            self._notices.append(f"{self._hosts[number].host} leaves the job")
+
+    def host_lost(self, number: int, reason: str) -> list[Member]:
+        """A host is gone, and every process on it. Returns those there were."""
+        host = self._hosts.pop(number).host
+        lost = [
+            process for process in self._processes.values() if process.member.slot in host.slots
+        ]
+        for process in lost:
+            del self._processes[process.member.id]
+        slots = ", ".join(str(process.member.slot) for process in lost) or "none"
+        what = f"{host} with ranks {slots} was lost ({reason})"
+        if any(process.is_member for process in lost):
+            at_step = f" at step {self._job_step}" if self._job_step >= 0 else ""
+            self._news.append(f"{what}{at_step}")
+        else:
+            self._notices.append(what)
+        if lost and self._phase is _Phase.FINISHING:
+            self._failure = f"{what} when training was over: nobody can take their place any more"
+        return [process.member for process in lost]
+
+    # -- what happened to processes ----------------------------------------------------------------
 
     def started(self, member_id: int, pid: int) -> None:
         """A process that was ordered exists now."""
@@ -240,6 +343,22 @@ class Membership:
             self._notices.append(f"scaled from {self._target} to {target} ranks")
             self._target = target
 
+    def disconnected(self, generation: int) -> None:
+        """Ranks of a generation have lost their connections, though none has ended: they need
+        another one, be it of the same members.
+        """
+        if generation != self._newest.number or self._has_to_regroup:
+            return
+        self._regroups += 1
+        if self._regroups > _REGROUPS_IN_A_ROW and self._phase is _Phase.TRAINING:
+            self._failure = (
+                "giving up: ranks on different hosts cannot reach each other, though the first "
+                f"host reaches all of them ({_REGROUPS_IN_A_ROW} attempts without a step)"
+            )
+            return
+        self._has_to_regroup = True
+        self._news.append("connections between hosts were lost")
+
     def stop(self) -> None:
         """The whole job was asked to end."""
         self._phase = _Phase.ENDING
@@ -251,7 +370,8 @@ class Membership:
                 if self._processes[member_id].step is None:
                     self._failed_starts = 0
                 self._processes[member_id].step = step
-                self._job_step = max(self._job_step, step)
+                if step > self._job_step:
+                    self._job_step, self._regroups = step, 0
 
     def ended(self, member_id: int, exitcode: int, now: float) -> Verdict:
         """A process has ended."""
@@ -329,6 +449,7 @@ class Membership:
         return [
             *self._tell_notices(),
             *self._end_after_failure(),
+            *self._leave_hosts(),
             *self._kill_unneeded(),
             *self._shrink(),
             *self._kill_due(now),
@@ -349,7 +470,25 @@ class Membership:
         while self._notices:
             yield Tell(self._notices.pop(0))
 
+    def _leave_hosts(self) -> Iterator[Order]:
+        for state in [state for state in self._hosts.values() if state.is_leaving]:
+            here = [
+                process
+                for process in self._processes.values()
+                if process.member.slot in state.host.slots
+            ]
+            for process in here:
+                if process.stays and self._phase is _Phase.TRAINING:
+                    self.leaving(process.member.id)
+                    yield Terminate(process.member.id)
+            if not here:
+                del self._hosts[state.host.number]
+                yield Release(state.host.number)
+
     def _end_after_failure(self) -> Iterator[Order]:
+        if self._failure is not None and self._phase is not _Phase.ENDING:
+            self._phase = _Phase.ENDING
+            yield Fail(self._failure)
         if self._failed in self._processes and self._phase is not _Phase.ENDING:
             self._phase = _Phase.ENDING
             yield EndJob(self._failed)
@@ -387,10 +526,10 @@ class Membership:
     def _grow(self, now: float) -> Iterator[Order]:
         if self._phase is not _Phase.TRAINING or now < self._start_at:
             return
-        for slot in self._free_slots()[: max(0, self._lacking)]:
-            member = Member(slot, self._next_id)
-            is_initial = self._next_id < self._config.start_ranks
-            self._processes[member.id] = _Process(member, is_initial)
+        for slot, state in self._free_slots()[: max(0, self._lacking)]:
+            member = Member(slot, self._next_id, state.host.number)
+            self._processes[member.id] = _Process(member, is_initial=state.to_begin > 0)
+            state.to_begin = max(0, state.to_begin - 1)
             self._next_id += 1
             yield Start(member)
 
@@ -398,16 +537,23 @@ class Membership:
     def _lacking(self) -> int:
         return self._target - sum(process.stays for process in self._processes.values())
 
-    def _free_slots(self) -> list[int]:
+    def _free_slots(self) -> list[tuple[int, _HostState]]:
+        """In the order in which they are filled: hosts with the fewest processes first."""
         taken = {process.member.slot for process in self._processes.values()}
-        return [slot for slot in range(self._config.max_ranks) if slot not in taken]
+        found = []
+        for state in self._hosts.values():
+            free = [slot for slot in state.host.slots if slot not in taken]
+            used = len(state.host.slots) - len(free)
+            if not state.is_leaving:
+                found += [(used + index, slot, state) for index, slot in enumerate(free)]
+        return [(slot, state) for _, slot, state in sorted(found, key=lambda each: each[:2])]
 
     # -- generations -------------------------------------------------------------------------------
 
     def _publish(self, now: float) -> Iterator[Order]:
         chosen = self._choose_members()
         members = tuple(sorted(process.member for process in chosen))
-        if members == self._newest.members:
+        if members == self._newest.members and not self._has_to_regroup:
             return
         least = self._config.min_ranks if self._phase is _Phase.TRAINING else 1
         if len(members) < least or self._waits_for_start():
@@ -416,7 +562,9 @@ class Membership:
         for process in self._processes.values():
             if process.is_member and process not in chosen:
                 process.standing = _Standing.LEFT_OUT
-                process.kill_at, process.has_time_limit = now + _LEAVE_S, True
+                # One that is stopped is killed sooner: the others wait for it.
+                process.kill_at = min(process.kill_at, now + _LEAVE_S)
+                process.has_time_limit = True
                 self._news.append(f"{process.name} leaves")
         for process in chosen:
             if not process.is_member:
@@ -425,6 +573,7 @@ class Membership:
                     self._news.append(f"{process.name} joins")
         reason = "; ".join(self._news) or "the job begins"
         self._newest = Generation(self._newest.number + 1, members, reason)
+        self._has_to_regroup = False
         untold = "; ".join(self._news[self._told :])
         self._news, self._told = [], 0
         yield Publish(self._newest)
@@ -454,14 +603,27 @@ class Membership:
         is_enough = len(staying) >= self._config.min_ranks or not is_open
         has_state = any(process.step is not None for process in staying)
         would_lose_state = not has_state and any(process.step is not None for process in leaving)
-        return staying if is_enough and not would_lose_state else [*staying, *leaving]
+        if is_enough and not would_lose_state:
+            return staying
+        # Those that are to take the place of one that still has to stay wait for it.
+        surplus = max(0, len(staying) + len(leaving) - self._config.max_ranks)
+        waiting = [process for process in staying if not process.is_member][:surplus]
+        return [process for process in [*staying, *leaving] if process not in waiting]
 
     def _waits_for_start(self) -> bool:
         """The first generation waits for all that the job was started with."""
-        return self._newest.number < 0 and any(
+        if self._newest.number >= 0:
+            return False
+        is_to_start = (
+            self.is_open
+            and self._lacking > 0
+            and any(state.to_begin > 0 for _, state in self._free_slots())
+        )
+        is_starting = any(
             process.is_initial and process.standing is _Standing.STARTING
             for process in self._processes.values()
         )
+        return self.missing_hosts > 0 or is_to_start or is_starting
 
     def _tell_about_wait(self, count: int) -> Iterator[Order]:
         untold = "; ".join(self._news[self._told :])

@@ -2,8 +2,8 @@
 
 launcher -> fork server   Job, then Signals
 fork server -> launcher   Started, JobPlaced, a RankEnd for each rank; StartFailure instead or
-                          in between; in an elastic job also MemberStarted, MemberLost, RankFailing
-                          and Announcement
+                          in between; in an elastic job also MemberStarted, MemberLost, RankFailing,
+                          StopRequested and Announcement
 rank -> launcher          a Report, over a pipe of its own
 """
 
@@ -30,6 +30,7 @@ __all__ = [
     "MemberStarted",
     "MemberLost",
     "RankFailing",
+    "StopRequested",
     "Announcement",
     "ElasticMessage",
     "ServerMessage",
@@ -77,8 +78,8 @@ class RendezvousConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ElasticConfig:
-    """An elastic job: it has from `min_ranks` to `max_ranks` ranks, and begins with
-    `start_ranks`.
+    """An elastic job: it has from `min_ranks` to `max_ranks` ranks, and begins with `start_ranks`
+    on this host.
     """
 
     min_ranks: int
@@ -87,6 +88,8 @@ class ElasticConfig:
     max_restarts: int = 100
     restart_on_error: bool = False  # also after an exception that nobody handled
     stopped_s: float = 10.0  # a rank that is stopped for longer is killed
+    hosts: int = 1  # the job begins when so many have come
+    host_silence_s: float = 5.0  # a host that is not heard for longer is lost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +107,7 @@ class RankPipes:
 @dataclasses.dataclass(frozen=True)
 class Job:
     """Everything the fork server needs to start the ranks. In an elastic job `ranks` is the most
-    there may be.
+    there may be on this host.
     """
 
     work: Script | Function
@@ -203,6 +206,15 @@ class RankFailing:
 
 
 @dataclasses.dataclass(frozen=True)
+class StopRequested:
+    """From the fork server of an elastic job: the launcher of its first host was sent a signal that
+    ends the job.
+    """
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Announcement:
     """From the fork server of an elastic job: a line for the screen."""
 
@@ -219,7 +231,7 @@ class Signal:
     skip: int | None = None
 
 
-ElasticMessage = MemberStarted | MemberLost | RankFailing | Announcement
+ElasticMessage = MemberStarted | MemberLost | RankFailing | StopRequested | Announcement
 ServerMessage = Started | JobPlaced | RankEnd | StartFailure | ElasticMessage
 
 

@@ -38,8 +38,17 @@ _MOST_CALLS_AHEAD = 64
 
 @dataclasses.dataclass(frozen=True)
 class SaveRequest:
-    """The answer of `save_requested()`: true if a save is due now; `stop` if the script should end
-    after it.
+    """The answer of `save_requested()`; true if a save is due.
+
+    Args:
+        due: save now.
+        stop: the script should end after saving.
+
+    Example:
+        ```python
+        if request := paceline.save_requested():
+            print("asked to save", "and to stop" if request.stop else "")
+        ```
     """
 
     due: bool = False

@@ -32,17 +32,37 @@ def spawn(
     preload: Sequence[str] = PRELOAD,
     quiet: bool = False,
 ) -> list[Any]:
-    """Call `fn(*args, **kwargs)` on `nprocs` new processes; returns each rank's result, in rank
-    order.
+    """Call a function on new processes, the ranks of a job.
 
     Works in scripts - without an `if __name__ == "__main__"` guard - and in notebooks: functions
-    and classes defined in a cell are pickled by value. In `fn`, `paceline.init_process_group()`
-    joins the ranks and `paceline.rank()` is the number of this one. What ranks print appears here
-    with the rank before it, unless `quiet`. `preload` names modules that are imported once, before
-    the ranks are forked.
+    and classes defined in a cell are pickled by value. In the function,
+    `paceline.init_process_group()` joins the ranks and `paceline.rank()` is the number of this one.
 
-    The first error of a rank is raised here as it was raised there, with its traceback as a note;
-    the other ranks are stopped. A rank that died without one gives a `LaunchError`.
+    Args:
+        fn: called as `fn(*args, **kwargs)` on every rank.
+        args: its arguments, the same for all.
+        nprocs: how many ranks; "auto" is one for each core or accelerator.
+        kwargs: its keyword arguments.
+        env: variables to set in the ranks.
+        preload: modules that are imported once, before the ranks are forked.
+        quiet: what ranks print does not appear here, where it otherwise does with the rank before
+            it.
+
+    Returns:
+        Each rank's result, in rank order.
+
+    Raises:
+        LaunchError: a rank died without an error of its own. The first error of a rank is raised
+            here as it was raised there, with its traceback as a note; the other ranks are stopped.
+
+    Example:
+        ```python
+        def train(steps):
+            paceline.init_process_group()
+            return paceline.rank() * steps
+
+        print(paceline.spawn(train, (3,), nprocs=2))
+        ```
     """
     import cloudpickle
 

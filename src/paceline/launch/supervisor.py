@@ -56,6 +56,7 @@ from paceline.launch.messages import (
     Signal,
     Started,
     StartFailure,
+    StopRequested,
 )
 from paceline.launch.output import Output
 from paceline.launch.resources import allow_open_files
@@ -81,7 +82,7 @@ class Plan:
     """What to start. `Job` is the same with descriptors in it."""
 
     work: Script | Function
-    ranks: int  # in an elastic job: the most there may be
+    ranks: int  # in an elastic job: the most there may be on this host
     threads: int
     launcher: str
     path: tuple[str, ...]
@@ -441,6 +442,8 @@ class _JobRun:
                 self._forget_life(self._ranks[message.rank])
             case RankFailing():
                 self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=message.rank)
+            case StopRequested():
+                self._on_request(message.number)
             case Announcement():
                 self._output.report_job(f"paceline: {message.text}")
 
@@ -515,7 +518,7 @@ class _JobRun:
         asked = (rank.index for rank in self._ranks if rank.end is None and rank.index != spare)
         self._stop = _Stop(frozenset(asked), time.monotonic() + grace_s, requested_by)
         self._fork_server.send(Signal(number, skip=spare))
-        if all(rank.end is not None for rank in self._ranks):
+        if self._plan.elastic is None and all(rank.end is not None for rank in self._ranks):
             # The fork server waits for other nodes, and does not listen any more.
             self._fork_server.process.terminate()
 
@@ -633,7 +636,7 @@ def _start_fork_server(plan: Plan, pipes: list[RankPipes]) -> _ForkServer:
     inherited = [descriptor for rank_pipes in pipes for descriptor in rank_pipes.all()]
     with contextlib.ExitStack() as stack:
         rendezvous = plan.rendezvous
-        if rendezvous.nodes == 1:
+        if rendezvous.nodes == 1 and not rendezvous.endpoint:
             # A port the system chooses, open before any rank looks for it: nothing to collide with,
             # nothing to wait for.
             listen_socket = stack.enter_context(

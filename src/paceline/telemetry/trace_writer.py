@@ -3,6 +3,7 @@
     DIR/rank-00003.trace   a header of 4096 bytes, then records of six 8-byte words, the oldest
                            overwritten first
     DIR/rank-00003.json    metadata: the host, the script, the parameters of each bucket, optimizers
+    DIR/rank-00003.1.*     the same of the process that has taken the rank's place in an elastic job
 
 The file is mapped, so every record that was written is in it, however the rank dies.
 `paceline.diagnostics.trace_reader` reads it.
@@ -11,6 +12,7 @@ The file is mapped, so every record that was written is in it, however the rank 
 from __future__ import annotations
 
 import enum
+import itertools
 import json
 import mmap
 import os
@@ -22,6 +24,7 @@ from collections.abc import Mapping, Sequence
 
 from paceline._linux import boot_id
 from paceline.telemetry.status_page import Phase, script_name
+from paceline.telemetry.variables import RUN_ID
 
 __all__ = [
     "Kind",
@@ -70,7 +73,8 @@ class TraceWriter:
     ) -> None:
         folder = pathlib.Path(directory)
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / f"rank-{rank:05d}.trace"
+        job = os.environ.get(RUN_ID, "")
+        self.path = _path_of(folder, rank, job)
         size = TRACE_HEADER_BYTES + capacity * _RECORD_BYTES
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
         try:
@@ -85,6 +89,7 @@ class TraceWriter:
         self._buckets: dict[str, list[dict[str, str | int]]] = {}
         self._optimizers: list[Mapping[str, object]] = []
         self._metadata = {
+            "job": job,
             "host": socket.gethostname(),
             "buckets": self._buckets,
             "optimizers": self._optimizers,
@@ -137,6 +142,32 @@ class TraceWriter:
         self._words.release()
         self._memory.release()
         self._mapping.close()
+
+
+def _path_of(folder: pathlib.Path, rank: int, job: str) -> pathlib.Path:
+    """The file of a rank; one more if this process has taken the place of another in its job."""
+    path = folder / f"rank-{rank:05d}.trace"
+    for number in itertools.count(1):
+        if not job or _job_of(path) != job or _pid_of(path) == os.getpid():
+            break
+        path = folder / f"rank-{rank:05d}.{number}.trace"
+    return path
+
+
+def _job_of(trace: pathlib.Path) -> str | None:
+    try:
+        job: str | None = json.loads(trace.with_suffix(".json").read_text()).get("job")
+    except (OSError, ValueError):
+        return None
+    return job
+
+
+def _pid_of(trace: pathlib.Path) -> int | None:
+    try:
+        with trace.open("rb") as file:
+            return int(TRACE_HEADER.unpack(file.read(TRACE_HEADER.size))[3])
+    except (OSError, struct.error):
+        return None
 
 
 def _boot_number() -> int:
