@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from paceline import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler
+from paceline import DataLoader, DistributedSampler, Evaluation, GlobalBatchSampler, Training
 from tests.harness import init_group, run_ranks
 
 LENGTH = 23
@@ -148,3 +148,28 @@ def test_training_goes_on_with_another_number_of_ranks_in_mid_epoch():
     assert state["data"] == single["data"]
     for name, value in single["model"].items():
         torch.testing.assert_close(state["model"][name], value, rtol=1e-12, atol=1e-12)
+
+
+def evaluate_during_training(rank, world):
+    """The values of rows depend on how many rows a batch has, and on the threads."""
+    if world > 1:
+        init_group()
+    torch.manual_seed(0)
+    inputs = TensorDataset(torch.randn(150, 256))
+    model = torch.nn.Sequential(torch.nn.Linear(256, 300), torch.nn.ReLU(), torch.nn.Linear(300, 1))
+    early = Evaluation(inputs, batch_size=7)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    training = Training(model, optimizer, DataLoader(inputs, batch_size=16))
+    results = []
+    for evaluation in (early, Evaluation(inputs, batch_size=16)):
+        for (rows,) in evaluation:
+            with torch.no_grad():
+                evaluation.collect(output=model(rows)[:, 0])
+        results.append(evaluation.result().outputs["output"].tolist())
+    return training.step, results
+
+
+def test_an_evaluation_during_training_has_the_same_bits_on_any_number_of_ranks():
+    alone = run_ranks(1, evaluate_during_training, timeout=100)
+    for world in (2, 3):
+        assert run_ranks(world, evaluate_during_training, timeout=100) == alone * world

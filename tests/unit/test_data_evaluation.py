@@ -14,12 +14,8 @@ from hypothesis import strategies as st
 from torch.utils.data import TensorDataset
 
 from paceline import ConfigError, Evaluation, MismatchError
-from paceline.data.changing_ranks import (
-    gaps_between,
-    set_ranks,
-    share_of_range,
-    without_overlaps,
-)
+from paceline.data.changing_ranks import gaps_between, share_of_range, without_overlaps
+from paceline.data.evaluation_setting import EvaluationSetting, announce
 from paceline.data.exact_sum import ExactSum
 
 
@@ -177,8 +173,8 @@ class LosesARank:
     def __init__(self):
         self.size, self.counted = 2, 0
 
-    def own_share(self, samples):
-        return share_of_range(samples, 0, self.size)
+    def own_share(self, batches):
+        return share_of_range(batches, 0, self.size)
 
     def gather_parts(self, parts):
         if self.size == 2:
@@ -190,29 +186,52 @@ class LosesARank:
         self.counted += 1
 
 
+def setting_of(ranks):
+    return EvaluationSetting(threads=1, prepare=lambda batch: batch, ranks=ranks)
+
+
 def test_what_a_lost_rank_has_not_evaluated_is_evaluated_by_the_others():
     dataset = [torch.tensor(float(number)) for number in range(11)]
     evaluation = Evaluation(dataset, batch_size=3)
     ranks = LosesARank()
-    set_ranks(ranks)
-    try:
-        for values in evaluation:
-            evaluation.add(value=values)
-            evaluation.collect(value=values)
-        result = evaluation.result()
-    finally:
-        set_ranks(None)
+    setting = setting_of(ranks)
+    announce(setting)
+    sizes = []
+    for values in evaluation:
+        evaluation.add(value=values)
+        evaluation.collect(value=values)
+        sizes.append(len(values))
+    result = evaluation.result()
     assert result.sum("value") == sum(range(11))
     assert result.count("value") == 11
     assert result.outputs["value"].tolist() == list(range(11))
     assert ranks.counted == 1
+    assert sizes == [3, 3, 3, 2], "batches are those of a single rank"
+
+
+def test_nothing_to_evaluate_among_ranks_that_change():
+    setting = setting_of(LosesARank())
+    announce(setting)
+    evaluation = Evaluation([], batch_size=3)
+    assert list(evaluation) == []
+    assert evaluation.result().names == []
 
 
 def test_no_result_before_the_ranks_have_met():
     evaluation = Evaluation([torch.tensor(1.0)])
-    set_ranks(LosesARank())
-    try:
-        with pytest.raises(ConfigError, match="iterate over it to its end first"):
-            evaluation.result()
-    finally:
-        set_ranks(None)
+    setting = setting_of(LosesARank())
+    announce(setting)
+    with pytest.raises(ConfigError, match="iterate over it to its end first"):
+        evaluation.result()
+
+
+def test_a_setting_ends_with_its_training():
+    setting = EvaluationSetting(threads=3, prepare=lambda batch: batch + 1, ranks=None)
+    announce(setting)
+    evaluation = Evaluation([torch.tensor(1.0)])
+    threads = torch.get_num_threads()
+    for batch in evaluation:
+        assert (batch.item(), torch.get_num_threads()) == (2.0, 3)
+    assert torch.get_num_threads() == threads
+    del setting
+    assert [batch.item() for batch in evaluation] == [1.0]

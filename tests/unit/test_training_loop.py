@@ -23,9 +23,10 @@ from torch.utils.data import TensorDataset
 import paceline
 from paceline import ConfigError, MismatchError, PacelineError, StepError
 from paceline.cli import main
-from paceline.training import input_alignment, shard_buffers
+from paceline.training import input_alignment, shard_buffers, shard_price
 from paceline.training.audit import AuditPlan
 from paceline.training.shard_plan import ShardPlan, deal
+from paceline.training.shard_price import fixed_part, price_of
 from tests.harness import exact_models
 
 SAMPLES, BATCH = 22, 8
@@ -751,44 +752,120 @@ def test_an_audit_is_by_another_rank(world, shards, number, every):
 
 @pytest.mark.parametrize("name", ["mlp", "cnn", "transformer", "gan"])
 def test_measuring_the_shards_changes_nothing(name, capsys):
-    measured = exact_models.train(name, 7, measure_shards=True)
-    said = capsys.readouterr().err
-    assert measured == exact_models.train(name, 7)
+    measured = exact_models.train(name, 12)
+    capsys.readouterr()
+    assert measured == exact_models.train(name, 12, measure_shards=False)
     assert capsys.readouterr().err == ""
-    # Models that are all overhead.
-    assert re.fullmatch(
-        r"paceline: 8 shards on 1 rank take \d+\.\d times as long as 1 would.*\n", said
+
+
+@pytest.mark.parametrize(
+    ("seconds_of_a_call", "said"),
+    [
+        (
+            lambda samples: 1.0,
+            "paceline: 8 shards on 1 rank take about 8.0 times as long as 1 would: use fewer "
+            "shards if you will never have as many ranks as that (another number of shards gives "
+            "other bits; measure_shards=False says nothing)\n",
+        ),
+        (lambda samples: 0.1 * samples, ""),
+    ],
+)
+def test_what_shards_cost_is_said_once_if_it_is_much(monkeypatch, capsys, seconds_of_a_call, said):
+    monkeypatch.setattr(
+        shard_price._Call, "seconds", lambda call, _: seconds_of_a_call(len(call.args[0]))
     )
+    exact_models.train("mlp", 12)
+    assert capsys.readouterr().err == said
 
 
-def sizes_in_the_loop(collate=None, **options):
-    loader = paceline.DataLoader(data(), BATCH, **({"collate_fn": collate} if collate else {}))
-    model, _, training = make(loader=loader, **options)
-    sizes = []
-    for _ in training.epochs(4):
+def test_a_model_that_is_not_called_itself_is_not_measured(capsys):
+    exact_models.train("gan", 12)
+    assert capsys.readouterr().err == ""
+
+
+class Counting(nn.Module):
+    """Counts the samples it is called with, in its forward and in the script's hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.sizes, self.seen = nn.Linear(6, 3), [], []
+        self.register_forward_hook(lambda model, args, out: self.seen.append(len(args[0])))
+
+    def forward(self, x):
+        self.sizes.append((len(x), torch.is_autocast_enabled("cpu")))
+        return self.layer(x)
+
+
+def sizes_in_the_loop(**options):
+    """What a model is called with, step by step, beside the script's own calls."""
+    torch.manual_seed(0)
+    model = Counting()
+    training = paceline.Training(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        paceline.DataLoader(TensorDataset(torch.randn(64, 6)), 16),
+        shards=4,
+        **options,
+    )
+    extra = []
+    for _ in training.epochs(2):
         for batch in training.batches():
-            sizes.append([])
-            for inputs in batch.shards():
-                sizes[-1].append(len(inputs[0]))
-                F.mse_loss(model(inputs[0]), inputs[1]).backward()
-                batch.log(size=len(inputs[0]))
+            model.sizes.clear()
+            model.seen.clear()
+            for (x,) in batch.shards():
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = model(x).float().sum()
+                loss.backward()
+                assert x.grad is None
+            assert model.seen == [4] * 4
+            extra.append(model.sizes[4:])
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]
             model.zero_grad()
-    return sizes
+    return extra, gradients
 
 
-def test_a_few_early_steps_have_one_large_batch_more():
-    plain, measured = sizes_in_the_loop(), sizes_in_the_loop(measure_shards=True)
-    extra = [more[len(less) :] for less, more in zip(plain, measured, strict=True)]
-    assert extra[:2] == [[], []]
-    assert [sum(each) for each in extra if each] == [sum(plain[2]), BATCH, BATCH]
+def test_five_early_steps_run_the_model_with_a_shard_and_with_half_of_one():
+    extra, gradients = sizes_in_the_loop()
+    assert extra == [[], [], *[[(4, True), (2, True)]] * 5, []]
+    plain, expected = sizes_in_the_loop(measure_shards=False)
+    assert plain == [[]] * 8
+    for one, other in zip(gradients, expected, strict=True):
+        assert torch.equal(one, other)
 
 
-def test_batches_that_cannot_be_joined_are_not_measured():
-    def with_names(samples):
-        x, y = torch.utils.data.default_collate(samples)
-        return x, y, ["name"] * len(x)
+class Fussy(nn.Module):
+    """Takes batches of one size only."""
 
-    assert sizes_in_the_loop(with_names, measure_shards=True) == sizes_in_the_loop(with_names)
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.layer(x.view(2, 6))
+
+
+def test_a_model_that_takes_no_half_batches_is_not_measured(capsys):
+    model = Fussy()
+    loader = paceline.DataLoader(TensorDataset(torch.randn(64, 6)), BATCH)
+    _, _, training = make(model, loader=loader)
+    for batch in training.batches():
+        for (x,) in batch.shards():
+            model(x).sum().backward()
+        model.zero_grad()
+    assert training.step == 8
+    assert capsys.readouterr().err == ""
+
+
+def test_half_a_shard_tells_what_fewer_shards_would_save():
+    # 3 ms, and 1 ms for each of 8 samples.
+    assert fixed_part(8, 0.011, 4, 0.007) == pytest.approx(0.003)
+    assert price_of(4, 0.011, 0.003) == pytest.approx(4 * 11 / (3 + 4 * 8))
+    # Nothing but overhead; a half that takes longer than the whole, as measured times may.
+    assert price_of(4, 0.01, fixed_part(8, 0.01, 4, 0.01)) == pytest.approx(4)
+    assert price_of(4, 0.01, fixed_part(8, 0.01, 4, 0.012)) == pytest.approx(4)
+    # No overhead at all, or less than none.
+    assert price_of(4, 0.01, fixed_part(8, 0.01, 4, 0.005)) == 1
+    assert price_of(4, 0.01, fixed_part(8, 0.01, 4, 0.004)) == 1
 
 
 # --- finding differences ----------------------------------------------------------------------
@@ -991,3 +1068,10 @@ def test_ranks_without_a_group(monkeypatch):
     loader = paceline.DataLoader(data(), BATCH, rank=0, world_size=1)
     with pytest.raises(ConfigError, match="init_process_group"):
         make(loader=loader)
+
+
+def test_a_scaler_is_ready_on_a_rank_that_has_scaled_nothing():
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    make(state={"scaler": scaler})
+    scaler.update(2.0)  # refused before a scaler has set itself up
+    assert scaler.get_scale() == 2.0

@@ -3,6 +3,10 @@
 A model of the ranks runs through every order of events: each rank may be killed at every point,
 the launcher may notice it late, replacements join at any time, and in a call that a dead rank took
 part in, some of the others may succeed and some fail. The rule itself is the real one.
+
+Ranks may be on two hosts. The second one may be killed as a whole, or cut off: then its ranks go on
+as if nothing had happened, but nothing passes between the hosts any more, and they hear of no
+further generation. They end when their lease does, of which the launcher waits for the end.
 """
 
 from __future__ import annotations
@@ -32,6 +36,8 @@ class Member(NamedTuple):
     computed: frozenset[int] = frozenset()
     settled: bool = False
     target: int = -1
+    host: int = 0
+    cut_at: int | None = None  # the newest generation when its host was cut off
 
 
 class Post(NamedTuple):
@@ -42,6 +48,7 @@ class Post(NamedTuple):
     member: int
     kind: str
     value: object
+    is_after_cut: bool = False
 
 
 class World(NamedTuple):
@@ -49,6 +56,7 @@ class World(NamedTuple):
     generations: tuple[tuple[int, ...], ...]
     posts: frozenset[Post]
     kills: int
+    is_cut: bool = False  # whether the second host was cut off
 
 
 class Violation(Exception):
@@ -64,6 +72,7 @@ class Rule:
     decide = staticmethod(decide)
     counted = staticmethod(counted_nodes)
     keeps_spent_sums = False
+    waits_for_leases = True
 
     # Each returns the member after a step, and what it posts.
     def work(self, me: Member, world: World, rank: int, size: int) -> Member:
@@ -155,10 +164,13 @@ CALLS = ("form", "round", "start", "hand over", "gather", "average")
 
 
 def successors(world: World, rule: Rule) -> Iterator[World]:
-    yield from launcher_steps(world)
+    yield from launcher_steps(world, rule)
+    yield from host_steps(world)
     for number, me in enumerate(world.members):
         if me.stage in GONE:
             continue
+        if me.cut_at is not None:
+            yield put(world, number, me._replace(stage="dead"))  # its lease is over
         if world.kills and me.stage != "ready":
             # A replacement is started at once, and is ready at some time.
             dead = put(world, number, me._replace(stage="dead"))
@@ -166,17 +178,48 @@ def successors(world: World, rule: Rule) -> Iterator[World]:
                 members=(*dead.members, Member(stage="ready")), kills=world.kills - 1
             )
         for after in member_steps(world, number, me, rule):
+            is_left_out = number not in world.generations[-1]
+            if is_left_out and after.progress != me.progress:
+                raise Violation("two generations apply a batch at the same time")
             changed = put(world, number, after)
             if after.stage in CALLS and (after.stage, after.calls) != (me.stage, me.calls):
                 value = rule.value(after, world)
-                post = Post(after.generation, after.calls, number, after.stage, value)
+                post = Post(after.generation, after.calls, number, after.stage, value, world.is_cut)
                 changed = changed._replace(posts=changed.posts | {post})
             yield changed
 
 
-def launcher_steps(world: World) -> Iterator[World]:
+def host_steps(world: World) -> Iterator[World]:
+    """The second host is killed or cut off, and a rank is started elsewhere in its place."""
+    there = [
+        number
+        for number, me in enumerate(world.members)
+        if me.host == 1 and me.stage not in GONE and me.cut_at is None
+    ]
+    if not world.kills or not there:
+        return
+    killed = world
+    for number in there:
+        killed = put(killed, number, world.members[number]._replace(stage="dead"))
+    latest = len(world.generations) - 1
+    cut = world._replace(
+        is_cut=True,
+        members=tuple(
+            me._replace(cut_at=latest) if number in there else me
+            for number, me in enumerate(world.members)
+        ),
+    )
+    for after in (killed, cut):
+        yield after._replace(members=(*after.members, Member(stage="ready")), kills=world.kills - 1)
+
+
+def launcher_steps(world: World, rule: Rule) -> Iterator[World]:
     latest = world.generations[-1]
-    running = tuple(n for n in latest if world.members[n].stage not in GONE)
+
+    def is_there(me: Member) -> bool:
+        return me.stage not in GONE and (rule.waits_for_leases or me.cut_at is None)
+
+    running = tuple(n for n in latest if is_there(world.members[n]))
     if running and running != latest:
         yield world._replace(generations=(*world.generations, running))
     if any(me.stage == "done" for me in world.members):
@@ -188,7 +231,7 @@ def launcher_steps(world: World) -> Iterator[World]:
 
 
 def member_steps(world: World, number: int, me: Member, rule: Rule) -> Iterator[Member]:
-    latest = len(world.generations) - 1
+    latest = len(world.generations) - 1 if me.cut_at is None else me.cut_at
     if me.stage == "enter":
         if latest > me.generation:
             yield me._replace(stage="form", generation=latest, calls=0)
@@ -204,6 +247,7 @@ def member_steps(world: World, number: int, me: Member, rule: Rule) -> Iterator[
         post.member: post
         for post in world.posts
         if (post.generation, post.call) == (me.generation, me.calls)
+        and arrives(post, me, world.members[post.member])
     }
     if len(posts) == len(members):
         if len({post.kind for post in posts.values()}) > 1:
@@ -213,6 +257,11 @@ def member_steps(world: World, number: int, me: Member, rule: Rule) -> Iterator[
         yield rule.failed(me)
     if me.stage == "form" and latest > me.generation:
         yield rule.failed(me)
+
+
+def arrives(post: Post, at: Member, sender: Member) -> bool:
+    """Not if it was sent to another host after the link was cut."""
+    return not post.is_after_cut or (at.cut_at is None) == (sender.cut_at is None)
 
 
 def has_left(peer: Member, generation: int) -> bool:
@@ -237,15 +286,18 @@ def put(world: World, number: int, member: Member) -> World:
         for post in world.posts
         if any(gen == post.generation and call <= post.call for gen, call in calls)
     )
-    entered = {gen for gen, _ in calls}
+    entered = {gen for gen, _ in calls} | {me.cut_at for me in members}
     *old, latest = world.generations
     generations = (*(each if n in entered else () for n, each in enumerate(old)), latest)
-    return World(tuple(members), generations, posts, world.kills)
+    return World(tuple(members), generations, posts, world.kills, world.is_cut)
 
 
-def explore(ranks: int, kills: int, rule: Rule) -> int:
-    """Visit every state that can be reached; returns how many there are."""
-    first = World((Member(),) * ranks, (tuple(range(ranks)),), frozenset(), kills)
+def explore(ranks: int, kills: int, rule: Rule, hosts: Sequence[int] | None = None) -> int:
+    """Visit every state that can be reached; returns how many there are. `hosts`: those of the
+    ranks, if there are two.
+    """
+    members = tuple(Member(host=host) for host in hosts or (0,) * ranks)
+    first = World(members, (tuple(range(ranks)),), frozenset(), kills)
     seen, to_visit = {first}, [first]
     while to_visit:
         world = to_visit.pop()
@@ -276,6 +328,31 @@ def test_ranks_find_together_after_every_order_of_kills(
     ranks: int, kills: int, program: str
 ) -> None:
     assert explore(ranks, kills, Rule(program)) > 1000
+
+
+@pytest.mark.parametrize(
+    ("hosts", "kills", "program"),
+    [
+        ((0, 1), 1, "pbppb"),
+        pytest.param((1, 0), 2, "pb", marks=pytest.mark.slow),
+        pytest.param((0, 1, 1), 1, "pb", marks=pytest.mark.slow),
+    ],
+)
+def test_ranks_find_together_when_a_host_is_killed_or_cut_off(
+    hosts: tuple[int, ...], kills: int, program: str
+) -> None:
+    assert explore(len(hosts), kills, Rule(program), hosts) > 1000
+
+
+class NeedsNoLease(Rule):
+    """The launcher goes on while ranks of a host that was cut off may still run."""
+
+    waits_for_leases = False
+
+
+def test_without_leases_two_generations_could_apply_a_batch() -> None:
+    with pytest.raises(Violation, match="two generations"):
+        explore(2, 1, NeedsNoLease("pbpb"), (0, 1))
 
 
 class HandsOverAnywhere(Rule):

@@ -41,6 +41,16 @@ class DistributedSampler(torch.utils.data.DistributedSampler[Any]):
     Raises:
         ConfigError: the rank is not in the world, or neither a process group nor a launcher
             completes what was not given.
+
+    Example:
+        ```python
+        sampler = paceline.DistributedSampler(dataset, num_replicas=2, rank=0)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=8, sampler=sampler)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for x, y in loader:
+                ...
+        ```
     """
 
     def __init__(

@@ -13,10 +13,11 @@ import torch.distributed as dist
 
 from paceline.data.changing_ranks import (
     ChangingRanks,
-    current_ranks,
     gaps_between,
+    share_of_range,
     without_overlaps,
 )
+from paceline.data.evaluation_setting import EvaluationSetting, current_setting
 from paceline.data.exact_sum import ExactSum
 from paceline.data.loader import DataLoader
 from paceline.data.shares import check_batch_size, resolve_rank, share_of
@@ -91,23 +92,14 @@ class EvaluationResult:
 class Evaluation:
     """Evaluate a dataset on all ranks, with the result of a single process.
 
-    Iterate over it for the batches of this rank, add values, and get the result::
-
-        evaluation = paceline.Evaluation(dataset, batch_size=64)
-        for inputs, labels in evaluation:
-            logits = model(inputs)
-            evaluation.add(
-                loss=cross_entropy(logits, labels, reduction="none"),
-                accuracy=logits.argmax(1) == labels,
-            )
-            evaluation.collect(prediction=logits.argmax(1))
-        result = evaluation.result()
-        result.mean("loss"), result.mean("accuracy"), result.outputs["prediction"]
-
     Each rank visits one contiguous part of the dataset, once; parts may differ by a sample, and
     ranks by a batch. The ranks do not communicate before `result()`. A model that communicates in
     its forward would: evaluate the bare module. Sums are exact, so that equal values per sample
     give an equal result, to the last bit, on any number of ranks and with any batch size.
+
+    While a `paceline.Training` exists, batches are those of a single rank, of which each rank takes
+    some, and torch has the threads of the training: also the values of a sample are then equal on
+    any number of ranks.
 
     Args:
         dataset: map-style.
@@ -121,6 +113,17 @@ class Evaluation:
 
     Raises:
         ConfigError: an argument is out of range, or the dataset has no length.
+
+    Example:
+        ```python
+        evaluation = paceline.Evaluation(dataset, batch_size=64)
+        for x, y in evaluation:  # the batches of this rank
+            prediction = model(x)
+            evaluation.add(error=(prediction - y).square().mean(1))  # a value for each sample
+            evaluation.collect(prediction=prediction)
+        result = evaluation.result()
+        print(result.mean("error"), result.outputs["prediction"].shape)
+        ```
     """
 
     def __init__(
@@ -147,14 +150,36 @@ class Evaluation:
         self.length = len(dataset)
         self._dataset, self._batch_size, self._options = dataset, batch_size, options
         self._merged: EvaluationResult | None = None
-        share = share_of(self.length, self.rank, self.world_size)
-        self._take_samples(range(share.start, share.stop))
+        self._take_samples(self._own_samples())
+
+    def _setting(self) -> EvaluationSetting | None:
+        return current_setting() if self._uses_group and self._group is None else None
+
+    def _own_samples(self) -> range:
+        """This rank's part of the dataset."""
+        if self._setting() is None:
+            share = share_of(self.length, self.rank, self.world_size)
+            return range(share.start, share.stop)
+        batches = self._batches_of(range(self.length))
+        return self._samples_of(share_of_range(batches, self.rank, self.world_size))
+
+    def _batches_of(self, samples: range) -> range:
+        """The numbers of the batches that a single rank would make of samples which it would begin
+        a batch with.
+        """
+        return range(samples.start // self._batch_size, -(-samples.stop // self._batch_size))
+
+    def _samples_of(self, batches: range) -> range:
+        first, last = (
+            min(number * self._batch_size, self.length) for number in (batches.start, batches.stop)
+        )
+        return range(first, last)
 
     def _take_samples(self, samples: range) -> None:
         """These are what this rank evaluates next."""
         self.start, self.stop = samples.start, samples.stop
-        # Batches do not cross ranks, so their boundaries depend on the number of ranks; results do
-        # not, since sums are exact.
+        # Batches do not cross ranks, so their boundaries may depend on the number of ranks; results
+        # do not, since sums are exact.
         self._batches = [
             range(first, min(first + self._batch_size, self.stop))
             for first in range(self.start, self.stop, self._batch_size)
@@ -174,31 +199,42 @@ class Evaluation:
         """This rank's batches, from the start; discards what was added before. In an elastic job
         they are followed by those that ranks have not come to that were lost.
         """
-        ranks = self._changing_ranks()
-        return self._visit() if ranks is None else self._visit_among(ranks)
+        setting = self._setting()
+        return self._visit() if setting is None else self._visit_during_training(setting)
 
-    def _changing_ranks(self) -> ChangingRanks | None:
-        return current_ranks() if self._uses_group and self._group is None else None
+    def _visit_during_training(self, setting: EvaluationSetting) -> Iterator[Any]:
+        """As `_visit`; among ranks that may change, if there are such."""
+        with setting.in_force():
+            if setting.ranks is not None:
+                yield from map(setting.prepare, self._visit_among(setting.ranks))
+                return
+            # The training may be younger than the evaluation.
+            if (own := self._own_samples()) != range(self.start, self.stop):
+                self._take_samples(own)
+            yield from map(setting.prepare, self._visit())
 
     def _visit_among(self, ranks: ChangingRanks) -> Iterator[Any]:
         """As `_visit`, and bring the parts of all ranks together at the end."""
         self._merged = None
         parts: list[EvaluationPart] = []
-        todo = [ranks.own_share(range(self.length))]
+        missing = [range(self.length)]
         while self._merged is None:
-            for samples in todo:
-                self._take_samples(samples)
-                yield from self._visit()
-                parts.append(self.part())
+            for samples in missing:
+                if own := self._samples_of(ranks.own_share(self._batches_of(samples))):
+                    self._take_samples(own)
+                    yield from self._visit()
+                    parts.append(self.part())
             gathered = ranks.gather_parts(parts)
-            todo = []
+            missing = []
             if gathered is not None:
                 chosen = without_overlaps(gathered)
-                gaps = gaps_between(chosen, self.length)
-                todo = [own for gap in gaps if (own := ranks.own_share(gap))]
-                if not gaps:
-                    self._merged = self.merge(chosen or parts[:1])
+                missing = gaps_between(chosen, self.length)
+                if not missing:
+                    self._merged = self.merge(chosen or [self._empty_part()])
         ranks.count_evaluation()
+
+    def _empty_part(self) -> EvaluationPart:
+        return EvaluationPart(self.rank, 0, 0, self.length, {}, {})
 
     def _visit(self) -> Iterator[Any]:
         self._reset()
@@ -268,7 +304,7 @@ class Evaluation:
                 of the ranks that share the dataset.
             MismatchError: ranks added different names, or evaluated different datasets.
         """
-        if self._changing_ranks() is not None:
+        if (setting := self._setting()) is not None and setting.ranks is not None:
             if self._merged is None:
                 raise ConfigError(
                     "the evaluation has no result yet: iterate over it to its end first, inside "

@@ -67,6 +67,12 @@ class GlobalBatchSampler(Sampler[list[int]]):
     Raises:
         ConfigError: an argument is out of range, arguments contradict one another, or the dataset
             has no length.
+
+    Example:
+        ```python
+        sampler = paceline.GlobalBatchSampler(dataset, batch_size=16)
+        loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
+        ```
     """
 
     def __init__(

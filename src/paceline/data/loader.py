@@ -88,6 +88,13 @@ class DataLoader(torch.utils.data.DataLoader[_T]):
 
     Raises:
         ConfigError: an argument is out of range, or arguments contradict one another.
+
+    Example:
+        ```python
+        loader = paceline.DataLoader(dataset, batch_size=16, shuffle=True)  # 16 of all ranks
+        for x, y in loader:
+            ...
+        ```
     """
 
     def __init__(
@@ -351,6 +358,8 @@ class RangeLoader:
         if loader.num_workers == 0 and not loader.pin_memory:
             spec = CollateSpec(loader.collate_fn, loader.empty_batch)
             self._builder = MapBatchBuilder(loader.dataset, spec, batched=True)
+        # Whether a batch is loaded when it is asked for, so that there is nothing to load ahead.
+        self.loads_on_demand = self._builder is not None and loader.device is None
 
     def load_ahead(self, ranges: Iterable[BatchRange]) -> Iterator[Any]:
         """The batches of these ranges, in order. Ends the pass before, if one is running."""
@@ -370,6 +379,13 @@ class RangeLoader:
         A loader with workers gets one more for this, because a dataset may be at home in workers
         only; it stays until `release()`.
         """
+        if self._builder is not None and self.loads_on_demand:
+            before = recorder.current
+            recorder.phase(_LOADER)
+            try:
+                return self._builder[self._single.request(wanted)]
+            finally:
+                recorder.phase(before, again=True)
         self._single.begin([wanted])
         (batch,) = _in_loader_phase(self._loader._on_device(self._single_batch()))
         return batch
@@ -398,8 +414,12 @@ class _RangeRequests:
         """Let the next pass be over these ranges."""
         self._ranges = ranges
 
+    def request(self, wanted: BatchRange) -> BatchRequest:
+        """The request for one range."""
+        return self._requests.request(wanted)
+
     def __iter__(self) -> Iterator[BatchRequest]:
-        return map(self._requests.request, self._ranges)
+        return map(self.request, self._ranges)
 
 
 def _in_loader_phase(batches: Iterator[Any]) -> Iterator[Any]:

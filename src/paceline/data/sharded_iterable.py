@@ -61,6 +61,12 @@ class ShardedIterable(IterableDataset[LocalBatch]):
 
     Raises:
         ConfigError: an argument is out of range, or `source` can be iterated only once.
+
+    Example:
+        ```python
+        lines = paceline.ShardedIterable(range(100), batch_size=10, transform=lambda n: n * n)
+        loader = paceline.DataLoader(lines, batch_size=None)
+        ```
     """
 
     def __init__(

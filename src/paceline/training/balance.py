@@ -55,10 +55,15 @@ class Balance:
         self._passes = 0
         # What the deal was made for; equal numbers make an even one.
         self._dealt_for = self._even = (1.0,) * ranks
+        self._last_deal: tuple[Sequence[Shard], list[Sequence[Shard]]] = ((), [])
 
     def deal(self, shards: Sequence[Shard]) -> list[Sequence[Shard]]:
         """Each rank's shards."""
-        return deal_counts(shards, counts_for(len(shards), self._dealt_for))
+        dealt, deals = self._last_deal
+        if dealt is not shards:
+            deals = deal_counts(shards, counts_for(len(shards), self._dealt_for))
+            self._last_deal = (shards, deals)
+        return deals
 
     def shard_s(self, rank: int) -> float | None:
         """How long a shard takes on a rank; None if that is not known yet."""
@@ -93,7 +98,7 @@ class Balance:
         now = self._step_s(self._dealt_for, known)
         best = min(known, self._even, key=lambda dealt_for: self._step_s(dealt_for, known))
         if self._step_s(best, known) < _WORTH_A_CHANGE * now:
-            self._dealt_for = best
+            self._dealt_for, self._last_deal = best, ((), [])
 
     def _step_s(self, dealt_for: tuple[float, ...], seconds: tuple[float, ...]) -> float:
         """How long a pass takes with the deal for these speeds, at the ranks' real ones."""
@@ -102,10 +107,7 @@ class Balance:
         return last + self._exchanges.estimate(self._sums_of(dealt_for))
 
     def _sums_of(self, dealt_for: tuple[float, ...]) -> int:
-        counts = counts_for(self._shards, dealt_for)
-        stops = itertools.accumulate(counts)
-        dealt = [tuple(range(s - n, s)) for s, n in zip(stops, counts, strict=True)]
-        return sums_held(tuple(dealt), self._shards)
+        return _sums_dealt(self._shards, dealt_for)
 
 
 class _ExchangeTimes:
@@ -137,6 +139,15 @@ def counts_for(shards: int, seconds: tuple[float, ...]) -> list[int]:
         through = [(count + 1) * each for count, each in zip(counts, seconds, strict=True)]
         counts[through.index(min(through))] += 1
     return counts
+
+
+@functools.lru_cache(maxsize=64)
+def _sums_dealt(shards: int, seconds: tuple[float, ...]) -> int:
+    """How many sums have to be exchanged with the deal for ranks of these speeds."""
+    counts = counts_for(shards, seconds)
+    stops = itertools.accumulate(counts)
+    dealt = [tuple(range(s - n, s)) for s, n in zip(stops, counts, strict=True)]
+    return sums_held(tuple(dealt), shards)
 
 
 @functools.lru_cache(maxsize=1024)

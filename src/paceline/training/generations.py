@@ -9,6 +9,7 @@ without a loss hears of it in a message of a pass; then all change to it at the 
 from __future__ import annotations
 
 import io
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -21,6 +22,9 @@ from paceline.errors import CollectiveTimeout, GroupError, NativeError
 from paceline.launch.elastic_group import ElasticGroup
 from paceline.launch.process_context import ProcessContext
 from paceline.launch.save_agreement import NO_REQUEST, SaveRequest
+from paceline.telemetry.generation_log import append_generation
+from paceline.telemetry.recorder import recorder
+from paceline.telemetry.variables import RUN_ID
 from paceline.training.elastic_exchange import ElasticExchange, Note
 from paceline.training.group_exchange import Exchange
 from paceline.training.rounds import Standing, Turn, decide, giver
@@ -64,6 +68,7 @@ class Generations:
         self._progress: int | None = None
         self._is_settled = False
         self._together: Exchange | None = None  # with all of the generation, once made
+        self._still_ns = 0  # how long this rank has met others since it last trained with all
         self._saved_at = time.monotonic()
         self.exchange = ElasticExchange(alone, self._own_note)
 
@@ -112,9 +117,9 @@ class Generations:
 
     # --- evaluation: `ChangingRanks` --------------------------------------------------------------
 
-    def own_share(self, samples: range) -> range:
-        """What this rank evaluates of some samples."""
-        return share_of_range(samples, self.exchange.rank, self.exchange.size)
+    def own_share(self, batches: range) -> range:
+        """Which of some batches this rank evaluates."""
+        return share_of_range(batches, self.exchange.rank, self.exchange.size)
 
     def gather_parts(self, parts: list[_Part]) -> list[_Part] | None:
         """Every rank's parts of an evaluation; None if ranks were lost, and the others are to try
@@ -186,6 +191,27 @@ class Generations:
         """Enter the next generation, unless this one is still being settled, and hold rounds until
         it is this rank's turn.
         """
+        began_ns = time.monotonic_ns()
+        self._meet_others(between_batches=between_batches, lost=lost)
+        self._still_ns += time.monotonic_ns() - began_ns
+        if self._is_settled:
+            self._log_generation()
+
+    def _log_generation(self) -> None:
+        """For the timeline, if there is one."""
+        still_ns, self._still_ns = self._still_ns, 0
+        if recorder.trace is not None and self.exchange.rank == 0:
+            generation = self._group.generation
+            append_generation(
+                recorder.trace.path.parent,
+                job=os.environ.get(RUN_ID, ""),
+                number=generation.number,
+                ranks=[member.slot for member in generation.members],
+                reason=generation.reason,
+                still_ns=still_ns,
+            )
+
+    def _meet_others(self, *, between_batches: bool, lost: Exception | None) -> None:
         needs_next = lost is not None or self._is_settled
         while True:
             if needs_next and not self._enter_next():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -89,20 +90,19 @@ class GlobalBatch:
         # Once, unless ranks are lost: then some of their shards are handed over.
         while result is None:
             self._state = _State.IN_LOOP
-            computed, apart_s = list[Shard](), list[float]()
             try:
-                while failure is None and (task := queue.next()) is not None:
-                    inputs = self._inputs.of(task.shard)
-                    work.begin(task.shard)
-                    started = time.perf_counter()
-                    self._in_shard = True
-                    yield inputs
-                    self._in_shard = False
-                    apart_s.append(time.perf_counter() - started)
-                    computed.append(task.shard)
-                    failure = _end(work, task)
-                if self._price is not None and self._audit is None and failure is None:
-                    yield from self._measure(self._price, work, computed, sum(apart_s))
+                with nullcontext() if self._price is None else self._price.watching():
+                    computed = list[tuple[Shard, float]]()
+                    while failure is None and (task := queue.next()) is not None:
+                        inputs = self._inputs.of(task.shard)
+                        work.begin(task.shard)
+                        self._in_shard, began = True, time.perf_counter()
+                        yield inputs
+                        self._in_shard = False
+                        computed.append((task.shard, time.perf_counter() - began))
+                        failure = _end(work, task)
+                    if self._price is not None and failure is None:
+                        self._measure(self._price, work, computed)
             except GeneratorExit:
                 self._state = _State.LEFT_EARLY
                 raise
@@ -135,19 +135,13 @@ class GlobalBatch:
         return None
 
     def _measure(
-        self, price: ShardPrice, work: ShardPass, computed: Sequence[Shard], apart_s: float
-    ) -> Iterator[Any]:
-        """All shards of this rank as one, which counts for nothing but the time it takes."""
-        merged = price.merged([self._inputs.of(shard) for shard in computed])
-        if merged is None:
-            return
-        work.begin(computed[0])
-        started = time.perf_counter()
-        self._in_shard = True
-        yield merged
-        self._in_shard = False
-        price.add(apart_s, time.perf_counter() - started)
-        work.forget_shard()
+        self, price: ShardPrice, work: ShardPass, computed: Sequence[tuple[Shard, float]]
+    ) -> None:
+        """Whether it would pay to have fewer shards; leaves no trace in what is trained."""
+        if self._audit is None and computed:
+            last, _ = computed[-1]
+            price.measure(last.samples, [seconds for _, seconds in computed])
+            work.forget_shard()
 
     def log(self, **metrics: float | torch.Tensor) -> None:
         """Log numbers of the current shard: the mean over its samples, or a tensor with one or more

@@ -12,7 +12,8 @@ where x is -0.0.) Sparse gradients have no zeros to add.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from operator import attrgetter
+from typing import TypeAlias, cast
 
 import torch
 
@@ -24,6 +25,7 @@ __all__ = [
     "NO_GRADIENT",
     "SPARSE",
     "SUMMED_AS",
+    "SUMMED_AS_THEY_ARE",
     "GradientKinds",
     "Gradients",
     "add_gradients",
@@ -44,25 +46,31 @@ SPARSE = "s"
 
 # Types in which sums would lose too much, and those in which they are taken instead.
 SUMMED_AS = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
-_SUMMED_AS_THEY_ARE = {torch.float32, torch.float64}
+SUMMED_AS_THEY_ARE = {torch.float32, torch.float64}
+_STRIDED = {torch.strided}
+
+_dtype_of, _layout_of = attrgetter("dtype"), attrgetter("layout")
+_requires_grad = attrgetter("requires_grad")
 
 
 def summands(gradients: Gradients) -> tuple[Gradients, GradientKinds]:
     """The gradients of a shard in the form in which they are summed, and what they are."""
-    # Nearly always: this runs for every shard.
-    if all(map(_is_summed_as_it_is, gradients)):
+    if _are_summed_as_they_are(gradients):
         return gradients, DENSE * len(gradients)
     found = [None if gradient is None else _summand(gradient) for gradient in gradients]
     return found, kinds_of(found)
 
 
-def _is_summed_as_it_is(gradient: torch.Tensor | None) -> bool:
-    return (
-        gradient is not None
-        and gradient.dtype in _SUMMED_AS_THEY_ARE
-        and gradient.layout is torch.strided
-        and not gradient.requires_grad
-    )
+def _are_summed_as_they_are(gradients: Gradients) -> bool:
+    # Nearly always, and asked for every shard.
+    try:
+        return (
+            set(map(_dtype_of, gradients)) <= SUMMED_AS_THEY_ARE
+            and set(map(_layout_of, gradients)) <= _STRIDED
+            and not any(map(_requires_grad, gradients))
+        )
+    except AttributeError:  # of None
+        return False
 
 
 def _summand(gradient: torch.Tensor) -> torch.Tensor:
@@ -91,6 +99,9 @@ def weighted(gradients: Gradients, weight: int) -> Gradients:
 
 def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     """The sum of two nodes, in the memory of either."""
+    if _are_summed_as_they_are(left) and _are_summed_as_they_are(right):
+        foreach_add_(cast("list[torch.Tensor]", left), cast("list[torch.Tensor]", right))
+        return left
     pairs = [
         (one, other)
         for one, other in zip(left, right, strict=True)
@@ -98,8 +109,6 @@ def add_gradients(left: Gradients, right: Gradients) -> Gradients:
     ]
     if pairs:
         foreach_add_([one for one, _ in pairs], [other for _, other in pairs])
-    if len(pairs) == len(left):
-        return left
     return [_rest_of_sum(one, other) for one, other in zip(left, right, strict=True)]
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from operator import attrgetter
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.training.gradient_sums import DENSE, SUMMED_AS, GradientKinds
+from paceline.training.gradient_sums import DENSE, SUMMED_AS, SUMMED_AS_THEY_ARE, GradientKinds
 
 __all__ = ["GradientForm", "Forms", "ParameterSet"]
 
@@ -43,6 +44,8 @@ class GradientForm:
 
 Forms: TypeAlias = tuple[GradientForm, ...]
 
+_requires_grad = attrgetter("requires_grad")
+
 
 class ParameterSet:
     """The parameters of a model that require gradients."""
@@ -53,13 +56,15 @@ class ParameterSet:
         self.parameters = [parameter for _, parameter in named]
         self._frozen = [p for p in model.parameters() if not p.requires_grad]
         self._all = {*self.parameters, *self._frozen}
+        # Whether gradients are summed in the type of their parameters.
+        self.are_summed_as_they_are = all(p.dtype in SUMMED_AS_THEY_ARE for p in self.parameters)
         self._counts: dict[Optimizer, int] = {}
         self._forms: dict[GradientKinds, Forms] = {}
 
     def has_changed(self) -> bool:
         """Whether a parameter was frozen or unfrozen since."""
-        return not all(p.requires_grad for p in self.parameters) or any(
-            p.requires_grad for p in self._frozen
+        return not all(map(_requires_grad, self.parameters)) or any(
+            map(_requires_grad, self._frozen)
         )
 
     def has_all_of(self, optimizer: Optimizer) -> bool:

@@ -4,7 +4,8 @@ when the sum over all shards is known.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from operator import attrgetter
 
 import torch
 
@@ -17,19 +18,25 @@ from paceline.training.gradient_sums import (
     summands,
     weighted,
 )
+from paceline.training.parameter_set import ParameterSet
 from paceline.training.shard_plan import BatchPlan, Shard
 from paceline.training.tree_sum import Node, TreeSum
 
 __all__ = ["ShardGradients"]
 
 
+_gradient_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("grad")
+
+
 class ShardGradients:
     """The gradients of this rank's shards in one pass."""
 
-    def __init__(self, parameters: Sequence[torch.nn.Parameter], plan: BatchPlan) -> None:
-        self._parameters = parameters
+    def __init__(self, parameters: ParameterSet, plan: BatchPlan) -> None:
+        self._parameters, self._set = parameters.parameters, parameters
         # Those of passes before, to which this one's are added: accumulation.
-        self._carried = [parameter.grad for parameter in parameters]
+        self._carried = list(map(_gradient_of, self._parameters))
+        self._carries = any(gradient is not None for gradient in self._carried)
+        self._is_clear = not self._carries
         self._tree = TreeSum[Gradients](len(plan.shards), add_gradients)
         self._kinds: set[GradientKinds] = set()
 
@@ -38,14 +45,20 @@ class ShardGradients:
         """Sums of this rank's shards, by node of the tree."""
         return self._tree.nodes
 
-    def clear(self) -> None:
+    def begin(self) -> None:
         """Before a shard: backward would add to what it finds in `.grad`."""
+        if not self._is_clear:
+            self.clear()
+
+    def clear(self) -> None:
+        """Leave nothing in `.grad`."""
         for parameter in self._parameters:
             parameter.grad = None
+        self._is_clear = True
 
     def take(self, shard: Shard) -> bool:
         """After a shard: add its gradients. False if backward left none."""
-        gradients = [parameter.grad for parameter in self._parameters]
+        gradients = list(map(_gradient_of, self._parameters))
         if all(gradient is None for gradient in gradients):
             return False
         self.clear()
@@ -68,13 +81,16 @@ class ShardGradients:
         """Leave `.grad` as it was before the pass."""
         for parameter, carried in zip(self._parameters, self._carried, strict=True):
             parameter.grad = carried
+        self._is_clear = not self._carries
 
     def finish(self, means: Gradients) -> None:
         """Set `.grad` from the means over all shards. Uses them up."""
-        for parameter, mean, carried in zip(self._parameters, means, self._carried, strict=True):
-            if carried is None and mean is not None and mean.dtype is parameter.dtype:
+        if not self._carries and self._set.are_summed_as_they_are:
+            for parameter, mean in zip(self._parameters, means, strict=True):
                 parameter.grad = mean
-            elif mean is None:
+            return
+        for parameter, mean, carried in zip(self._parameters, means, self._carried, strict=True):
+            if mean is None:
                 parameter.grad = carried
             else:
                 gradient = _as_gradient_of(parameter, mean)

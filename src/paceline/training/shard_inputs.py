@@ -51,7 +51,7 @@ class EpochInputs:
         self._expected: dict[int, list[Shard]] = {}
         # What workers have been asked for and have not delivered, in order.
         self._requested: collections.deque[tuple[int, Shard]] = collections.deque()
-        self._received = loader.load_ahead(self._requests())
+        self._received = iter(()) if loader.loads_on_demand else loader.load_ahead(self._requests())
 
     def begin(self, number: int) -> BatchInputs:
         """The inputs of a batch; those of the batches before are not needed any more."""
@@ -62,7 +62,9 @@ class EpochInputs:
 
     def load(self, number: int, shard: Shard, keep: Callable[[Shard, Any], None]) -> None:
         """Give the inputs of a shard of the current batch to `keep`, perhaps others before it."""
-        expected = self._expected_of(number)
+        expected: list[Shard] = []
+        if not self._loader.loads_on_demand:
+            expected = self._expected_of(number)
         while shard in expected:
             inputs = next(self._received)
             of, received = self._requested.popleft()
@@ -84,8 +86,8 @@ class EpochInputs:
         return self._expected[number]
 
     def _requests(self) -> Iterator[BatchRange]:
-        """What is loaded ahead. Without workers a request is made when its inputs are asked for:
-        then what is not wanted any more is never loaded.
+        """What is loaded ahead. A request is made when there is a worker for it: what is not wanted
+        any more by then is never loaded.
         """
         for number in self._batches:
             if number < self._current:

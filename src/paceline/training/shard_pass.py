@@ -88,14 +88,14 @@ class ShardPass:
         self._setting, self._plan, self._seeds = setting, plan, seeds
         self._audit, self._audited = audit, list[Digests]()
         self._step, self._number = step, number
-        self._gradients = ShardGradients(setting.parameters.parameters, plan)
+        self._gradients = ShardGradients(setting.parameters, plan)
         self._buffers = ShardBuffers(setting.buffers, plan)
         self._logs: dict[int, MetricLog] = {}
         self._log = MetricLog(0)
 
     def begin(self, shard: Shard) -> None:
         """Let a shard find everything as it would on any rank."""
-        self._gradients.clear()
+        self._gradients.begin()
         self._log = MetricLog(shard.samples)
         seed_generators(self._seeds.of_shard(shard.number))
 

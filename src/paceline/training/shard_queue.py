@@ -185,7 +185,7 @@ class ShardQueue:
         self._tasks = collections.deque(Task(shard, TaskKind.DEALT) for shard in deals[rank])
         if audit is not None and audit.auditor == rank:
             self._tasks.append(Task(audit.shard, TaskKind.AUDIT))
-        self._seconds: dict[TaskKind, list[float]] = {kind: [] for kind in TaskKind}
+        self._dealt_s, self._taken_s = list[float](), list[float]()
         self._running: TaskKind | None = None
         claims.begin_pass()
         self._since = time.monotonic()
@@ -193,8 +193,10 @@ class ShardQueue:
     def next(self) -> Task | None:
         """What to compute next, now that the task before is done; None if there is nothing."""
         now = time.monotonic()
-        if self._running is not None:
-            self._seconds[self._running].append(now - self._since)
+        if self._running is TaskKind.DEALT:
+            self._dealt_s.append(now - self._since)
+        elif self._running is TaskKind.TAKEN_OVER:
+            self._taken_s.append(now - self._since)
         self._since = now
         task = self._begin_next()
         self._running = None if task is None else task.kind
@@ -209,15 +211,12 @@ class ShardQueue:
 
     def pace(self) -> Pace:
         """What this rank tells the others."""
-        return Pace(self._dealt_s(), self._clock.exchange_s)
+        return Pace(self._shard_s(), self._clock.exchange_s)
 
     def close(self) -> None:
         """The pass is complete on this rank."""
-        self._clock.end_pass(
-            self._seconds[TaskKind.DEALT],
-            self._seconds[TaskKind.TAKEN_OVER],
-            time.monotonic() - self._since,
-        )
+        exchange_s = time.monotonic() - self._since
+        self._clock.end_pass(self._dealt_s, self._taken_s, exchange_s)
 
     def _begin_next(self) -> Task | None:
         while self._tasks:
@@ -230,7 +229,7 @@ class ShardQueue:
         return None
 
     def _shard_to_take(self) -> Shard | None:
-        own_s = self._dealt_s() or self._balance.shard_s(self._rank)
+        own_s = self._shard_s() or self._balance.shard_s(self._rank)
         if own_s is None:
             return None
         backlogs = list(self._backlogs(own_s))
@@ -250,6 +249,6 @@ class ShardQueue:
                 usual_s = self._balance.shard_s(rank) or own_s
                 yield Backlog(shards, max(usual_s, self._claims.seconds_since_claim(rank)))
 
-    def _dealt_s(self) -> float | None:
-        dealt = self._seconds[TaskKind.DEALT]
-        return sum(dealt) / len(dealt) if dealt else None
+    def _shard_s(self) -> float | None:
+        """How long a dealt shard takes here."""
+        return sum(self._dealt_s) / len(self._dealt_s) if self._dealt_s else None

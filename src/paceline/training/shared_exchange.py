@@ -8,6 +8,8 @@ means, into the memory of a node that is no longer needed (`csrc/tree_average.c`
 
 from __future__ import annotations
 
+import functools
+import operator
 import pickle
 import struct
 from array import array
@@ -120,7 +122,7 @@ class SharedExchange:
         if not all(row.is_on_host for row in rows):
             return self._of_devices.average_nodes(own, nodes, forms, plan)
         order = self._order(nodes, len(plan.shards))
-        held = [own[node] for node in order.nodes_of(self.rank)]
+        held = [own[node] for node in order.own]
         total: Gradients = [None] * len(forms)
         for row in rows:
             row.average(self._arena, order, held, plan.total_weight, total)
@@ -133,7 +135,7 @@ class SharedExchange:
         if order is None:
             if len(self._orders) >= _MOST_ORDERS:
                 self._orders.clear()
-            order = self._orders[key] = _Order(additions(nodes, leaves))
+            order = self._orders[key] = _Order(additions(nodes, leaves), self.rank)
         return order
 
     def _rows_of(self, forms: Forms) -> list[_Row]:
@@ -151,16 +153,14 @@ _MOST_ORDERS = 256
 
 
 class _Order:
-    """In which order the nodes of all ranks are added."""
+    """In which order the nodes of all ranks are added. `own` has those of this rank, in the order
+    of the leaves below them.
+    """
 
-    def __init__(self, held: Sequence[HeldNode]) -> None:
-        self._held = held
+    def __init__(self, held: Sequence[HeldNode], rank: int) -> None:
+        self.own = [each.node for each in held if each.owner == rank]
         self.owners = array("I", [each.owner for each in held])
         self.adds = array("I", [each.adds for each in held])
-
-    def nodes_of(self, rank: int) -> list[Node]:
-        """A rank's nodes, in the order of the leaves below them."""
-        return [each.node for each in self._held if each.owner == rank]
 
 
 class _Row:
@@ -192,11 +192,7 @@ class _Row:
         inputs = array("Q")
         for node in nodes:
             inputs.extend([0 if each is None else each.data_ptr() for each in node])
-        means = [
-            each if each is not None and each.data_ptr() % _ALIGNMENT == 0 else form.empty()
-            for each, form in zip(nodes[0] if nodes else self._nothing, self._forms, strict=True)
-        ]
-        outputs = array("Q", [mean.data_ptr() for mean in means])
+        means, outputs = self._places(nodes, inputs)
         arena.average_tree(
             _GRADIENTS,
             TreeAverage(
@@ -214,8 +210,24 @@ class _Row:
         for number, mean in zip(self._members, means, strict=True):
             total[number] = mean
 
+    def _places(
+        self, nodes: Sequence[Gradients], addresses: array[int]
+    ) -> tuple[Sequence[torch.Tensor | None], array[int]]:
+        """Where the means go, and the addresses: those of the first node, nearly always."""
+        first = nodes[0] if nodes else self._nothing
+        begins = addresses[: len(first)] if nodes else ()
+        if nodes and 0 not in begins and functools.reduce(operator.or_, begins) % _ALIGNMENT == 0:
+            return first, addresses
+        means = [
+            each if each is not None and each.data_ptr() % _ALIGNMENT == 0 else form.empty()
+            for each, form in zip(first, self._forms, strict=True)
+        ]
+        return means, array("Q", [mean.data_ptr() for mean in means])
+
     def _laid_out(self, gradients: Gradients) -> Gradients:
-        own = [gradients[number] for number in self._members]
+        own = gradients
+        if len(self._members) < len(gradients):
+            own = [gradients[number] for number in self._members]
         # Nearly always. (`None in own` would ask every tensor whether it equals None.)
         if [None if each is None else each.stride() for each in own] == self._strides:
             return own

@@ -34,7 +34,7 @@ from paceline.backend.host_engine import HostEngine
 from paceline.backend.process_group import PacelineGroup
 from paceline.checkpoint.restoration import way_back
 from paceline.data import DataLoader
-from paceline.data.changing_ranks import set_ranks
+from paceline.data.evaluation_setting import EvaluationSetting, announce
 from paceline.data.rng import check_seed
 from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
@@ -47,7 +47,7 @@ from paceline.training.fingerprint import Fingerprint, differences, take_fingerp
 from paceline.training.generations import Generations
 from paceline.training.global_batch import GlobalBatch
 from paceline.training.group_exchange import Exchange, GroupExchange, SingleRank
-from paceline.training.input_alignment import align_model
+from paceline.training.input_alignment import align_inputs, align_model
 from paceline.training.model_checks import (
     Optimizers,
     check_loader,
@@ -56,7 +56,7 @@ from paceline.training.model_checks import (
     named_optimizers,
 )
 from paceline.training.parameter_set import ParameterSet
-from paceline.training.shard_buffers import named_buffers
+from paceline.training.shard_buffers import NamedBuffer, named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
@@ -103,15 +103,29 @@ class Training:
         steal: let ranks that are through compute shards of slower ones, and deal out fewer to
             those. False leaves every rank its even share. Bits do not depend on it.
         measure_shards: measure in a few of the first steps what it costs that there are more
-            shards than ranks, and say so in one line if it is more than a tenth. The loop over
-            shards gets a few more batches for it on rank 0, each as large as all of its shards;
-            they change nothing that is trained. Not in an elastic job.
+            shards than ranks, and say so in one line if it is more than a tenth. Rank 0 runs the
+            model's forward and backward a few times more for it, with inputs of a shard; that
+            changes nothing that is trained. Not in an elastic job.
         strict: False only warns where ranks, or a saved state, are of another kind of machine or
             another version of torch, which may change bits.
 
     Raises:
         ConfigError: something cannot be trained this way; the message says what to use instead.
         MismatchError: ranks disagree about an argument, or are on different kinds of machines.
+
+    Example:
+        ```python
+        training = paceline.Training(model, optimizer, loader, shards=4)
+        for epoch in training.epochs(2):
+            for batch in training.batches():
+                for x, y in batch.shards():
+                    loss = torch.nn.functional.mse_loss(model(x), y)
+                    loss.backward()
+                    batch.log(loss=loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        print(training.metrics["loss"])
+        ```
     """
 
     def __init__(
@@ -129,13 +143,14 @@ class Training:
         keep: int = 3,
         audit_every: int | None = None,
         steal: bool = True,
-        measure_shards: bool = False,
+        measure_shards: bool = True,
         strict: bool = True,
     ) -> None:
         check_model(model)
         self._sampler = check_loader(loader)
         self._optimizers = named_optimizers(optimizer, model)
         self._state = check_state(state or {})
+        _prepare_scalers(self._state, model)
         self._plan = ShardPlan(self._sampler.batch_size, shards)
         if threads < 1:
             raise ConfigError(f"threads must be at least 1, found {threads}")
@@ -148,7 +163,7 @@ class Training:
             _exchange(shards, steal) if self._generations is None else self._generations.exchange
         )
         self._price = (
-            ShardPrice(shards, self._exchange.size)
+            ShardPrice(model, shards, self._plan.batch_size // shards, self._exchange.size)
             if measure_shards and self._generations is None and self._exchange.rank == 0
             else None
         )
@@ -168,8 +183,9 @@ class Training:
             self._start()
         else:
             self._generations.begin()
-            set_ranks(self._generations)
             self._generations.report_step(self._step)
+        self._evaluation = EvaluationSetting(threads, align_inputs, self._generations)
+        announce(self._evaluation)
         for each in self._optimizers.values():
             each.register_step_pre_hook(self._before_optimizer_step)
         self._stopping = self._generations is not None and self._generations.has_left
@@ -236,19 +252,13 @@ class Training:
         with self._training_environment():
             buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
             inputs = self._inputs = self._epoch_inputs()
+            setting, price = self._new_setting(buffers), self._price
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
                 if self._parameters.has_changed():
                     self._parameters = ParameterSet(self.model)
-                setting = PassSetting(
-                    self.model,
-                    self._parameters,
-                    buffers,
-                    self._exchange,
-                    self.threads,
-                    _raise if self._generations is None else self._generations.recover,
-                )
-                step, deals = self._step, self._deals(number)
+                    setting = self._new_setting(buffers)
+                step, deals = self._step, self._exchange.sharing.deal(plan.shards)
                 audit = self._audits.audit_of(step, deals)
                 self._batch = GlobalBatch(
                     epoch=self._epoch,
@@ -256,7 +266,7 @@ class Training:
                     step=step,
                     plan=plan,
                     audit=audit,
-                    price=self._price,
+                    price=price if price is not None and not price.is_done else None,
                     inputs=inputs.begin(number),
                     new_queue=functools.partial(
                         self._new_queue, self._exchange.sharing, deals, audit
@@ -271,6 +281,16 @@ class Training:
                 if self._end_batch():
                     return
             self._epoch_done = True
+
+    def _new_setting(self, buffers: Sequence[NamedBuffer]) -> PassSetting:
+        return PassSetting(
+            self.model,
+            self._parameters,
+            buffers,
+            self._exchange,
+            self.threads,
+            _raise if self._generations is None else self._generations.recover,
+        )
 
     def _leave_batches(self) -> None:
         """The loop over the batches is over, or was left. A loop over shards that was left early is
@@ -661,6 +681,16 @@ def _exchange(shards: int, steal: bool) -> Exchange:
 
 def _alone(shards: int) -> SingleRank:
     return SingleRank(WorkSharing(0, 1, shards, NoClaims(), follows_speed=False))
+
+
+def _prepare_scalers(state: Mapping[str, Any], model: nn.Module) -> None:
+    """A GradScaler sets itself up when it first scales a loss. A rank whose shards others have
+    computed, or that has just joined, comes to `scaler.step` without having scaled one.
+    """
+    parameter = next(model.parameters(), None)
+    for each in state.values():
+        if isinstance(each, torch.amp.GradScaler) and parameter is not None:
+            each.scale(torch.zeros((), device=parameter.device))
 
 
 def _raise(error: Exception) -> None:
