@@ -3,9 +3,11 @@
 
 PYTHON ?= python3
 VENV   := .venv
+# The versions that were tested. Another file tries others.
+CONSTRAINTS ?= constraints.txt
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
-BUILD_INPUTS := pyproject.toml setup.py constraints.txt src/paceline/_version.py \
+BUILD_INPUTS := pyproject.toml setup.py $(CONSTRAINTS) src/paceline/_version.py \
 	$(wildcard csrc/*.c csrc/*.h csrc/include/*.h)
 
 # Many tests wait, for a time limit or a process to start: one worker more than cores keeps the cores
@@ -20,12 +22,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # mpirun comes with the test dependencies.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help train demo test check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
+.PHONY: help train demo test test-integrations check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
 
 help:
 	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
 	@echo "make demo         kill ranks while a model trains, and compare the bits of every step"
 	@echo "make test         the whole test suite (options: make test ARGS='-k sampler')"
+	@echo "make test-integrations  the recipes with Lightning, Accelerate, Ray Train and the like"
 	@echo "make check        lint, strict types, fast tests"
 	@echo "make bench        all benchmarks, tables on the terminal"
 	@echo "make docs         the documentation as HTML in site/"
@@ -38,14 +41,19 @@ $(BIN)/python:
 
 # The package itself, editable, with what the example needs.
 $(VENV)/.installed: $(BUILD_INPUTS) | $(BIN)/python
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[examples]'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[examples]'
 	@touch $@
 
 # What tests, lint and type checks need on top. MPICH has a prefix of its own, because it brings
 # programs of the same names as Open MPI.
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(PIP) install --quiet --constraint constraints.txt --prefix $(VENV)/mpich mpich
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --editable '.[dev]'
+	$(PIP) install --quiet --constraint $(CONSTRAINTS) --prefix $(VENV)/mpich mpich
+	@touch $@
+
+# The packages of the recipes (Lightning, Accelerate, ...), on top of that.
+$(VENV)/.installed-integrations: constraints-integrations.txt $(VENV)/.installed-dev
+	$(PIP) install --quiet --constraint constraints.txt --constraint $< --editable '.[integrations]'
 	@touch $@
 
 setup: $(VENV)/.installed-dev
@@ -57,7 +65,10 @@ demo: $(VENV)/.installed
 	$(BIN)/paceline chaos $(ARGS) -- examples/exact.py --epochs 10
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest $(PARALLEL) $(ARGS)
+	$(BIN)/python -m pytest $(PARALLEL) --ignore=tests/integrations $(ARGS)
+
+test-integrations: $(VENV)/.installed-integrations
+	$(BIN)/python -m pytest $(PARALLEL) tests/integrations $(ARGS)
 
 check: lint types fast-test
 

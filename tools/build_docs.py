@@ -46,6 +46,8 @@ def build(site: pathlib.Path) -> None:
         # Whoever builds elsewhere, such as a test, leaves this tree as it is.
         project = pathlib.Path(directory)
         shutil.copytree(DOCS, project / "docs")
+        # Their pages link to the programs, which are served beside them.
+        shutil.copytree(ROOT / "examples", project / "docs" / "examples", dirs_exist_ok=True)
         shutil.copy(ROOT / "zensical.toml", project)
         (project / "src").symlink_to(ROOT / "src")
         subprocess.run(

@@ -36,15 +36,43 @@ __all__ = [
 
 
 class PacelineError(RuntimeError):
-    """Base of all errors raised by Paceline."""
+    """Base of all errors raised by Paceline.
+
+    Example:
+        ```python
+        try:
+            train()
+        except paceline.PacelineError as error:
+            print(f"rank {paceline.rank()}: {error}")
+        ```
+    """
 
 
 class ConfigError(PacelineError, ValueError):
-    """The caller's mistake: a wrong argument or a contradictory environment."""
+    """The caller's mistake: a wrong argument or a contradictory environment.
+
+    Example:
+        ```python
+        try:
+            paceline.DataLoader(dataset, batch_size=0)
+        except paceline.ConfigError as error:  # a ValueError, too
+            print(error)
+        ```
+    """
 
 
 class MismatchError(PacelineError):
-    """Ranks disagree about something they must share. `values` maps each rank to what it had."""
+    """Ranks disagree about something they must share. `values` maps each rank to what it had.
+
+    Example:
+        ```python
+        try:
+            model = paceline.DistributedDataParallel(model)
+        except paceline.MismatchError as error:
+            for rank, value in error.values.items():
+                print(rank, value)
+        ```
+    """
 
     def __init__(self, message: str, values: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
@@ -52,11 +80,29 @@ class MismatchError(PacelineError):
 
 
 class GroupError(PacelineError):
-    """The process group can no longer be used."""
+    """The process group can no longer be used.
+
+    Example:
+        ```python
+        try:
+            train()
+        except paceline.GroupError:  # nothing more can be exchanged
+            paceline.destroy_process_group()
+        ```
+    """
 
 
 class CollectiveTimeout(GroupError, TimeoutError):
-    """A wait reached its deadline. `missing` lists the ranks that had not arrived."""
+    """A wait reached its deadline. `missing` lists the ranks that had not arrived.
+
+    Example:
+        ```python
+        try:
+            torch.distributed.barrier()
+        except paceline.CollectiveTimeout as error:
+            print("still waiting for ranks", error.missing)
+        ```
+    """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -68,6 +114,14 @@ class PeerLost(GroupError):
 
     `exitcode` follows `subprocess`: negative for a signal, None when the system would not tell.
     `traceback` is that of the error the peer failed with, as text; empty if it could not tell.
+
+    Example:
+        ```python
+        try:
+            torch.distributed.barrier()
+        except paceline.PeerLost as error:
+            print(f"rank {error.rank} ended with {error.exitcode}", error.traceback)
+        ```
     """
 
     def __init__(
@@ -91,12 +145,31 @@ class PeerLost(GroupError):
 
 
 class GroupAborted(GroupError):
-    """Someone aborted the group while this rank was using it."""
+    """Someone aborted the group while this rank was using it.
+
+    Example:
+        ```python
+        try:
+            torch.distributed.barrier()
+        except paceline.GroupAborted as error:
+            print(error)
+        ```
+    """
 
 
 class StepError(PacelineError):
     """A rank failed in this step, so no rank applies it. `rank` failed first; `traceback` is its
     own, as text.
+
+    Example:
+        ```python
+        model = paceline.DistributedDataParallel(model)
+        try:
+            with model.all_or_none():
+                model(x).sum().backward()
+        except paceline.StepError as error:
+            print(f"rank {error.rank} failed, nobody steps", error.traceback)
+        ```
     """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
@@ -108,6 +181,14 @@ class StepError(PacelineError):
 class LaunchError(PacelineError):
     """A launched rank failed. Carries the first rank to fail, its exit code and the tail of its
     output.
+
+    Example:
+        ```python
+        try:
+            results = paceline.spawn(train, nprocs=2)
+        except paceline.LaunchError as error:
+            print(f"rank {error.rank} ended with {error.exitcode}", error.tail)
+        ```
     """
 
     def __init__(
@@ -120,7 +201,16 @@ class LaunchError(PacelineError):
 
 
 class NativeError(PacelineError):
-    """The native core is missing, was built for another version, or refused to work."""
+    """The native core is missing, was built for another version, or refused to work.
+
+    Example:
+        ```python
+        try:
+            paceline.init_process_group("paceline")
+        except paceline.NativeError:
+            paceline.init_process_group("gloo")
+        ```
+    """
 
 
 def describe_exit(exitcode: int | None) -> str:

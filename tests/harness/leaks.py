@@ -101,7 +101,8 @@ def _uses(process: pathlib.Path, path: str) -> bool:
     with contextlib.suppress(OSError):
         if path in (process / "maps").read_text():
             return True
-        return any(os.readlink(entry.path) == path for entry in os.scandir(process / "fd"))
+        with os.scandir(process / "fd") as descriptors:
+            return any(os.readlink(entry.path) == path for entry in descriptors)
     return False
 
 

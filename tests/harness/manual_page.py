@@ -6,12 +6,14 @@
     ```console                     lines after `$ ` whose programs and scripts are there are run
 
 A comment before a block changes that: `<!-- test: skip, why -->` leaves the next block out,
-`<!-- test: setup ... -->` is code that the reader need not see.
+`<!-- test: needs lightning -->` leaves it out where that package is not installed, `<!-- test:
+setup ... -->` is code that the reader need not see.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import pathlib
 import re
 import shlex
@@ -19,7 +21,7 @@ import shlex
 __all__ = ["Block", "ManualPage"]
 
 _FENCE = re.compile(
-    r"(?P<skip><!-- test: skip, (?P<why>[^>]*?) -->\s*\n)?"
+    r"(?:<!-- test: skip, (?P<why>[^>]*?) -->\s*\n|<!-- test: needs (?P<needs>\w+) -->\s*\n)?"
     r"^(?P<indent> *)```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?[^\n]*\n"
     r"(?P<code>.*?)^(?P=indent)```$"
     r"|<!-- test: setup\n(?P<setup>.*?)-->",
@@ -37,7 +39,14 @@ class Block:
     language: str
     title: str | None
     code: str
-    skipped: str | None
+    skipped: str | None = None
+    needs: str | None = None
+
+    @property
+    def is_run(self) -> bool:
+        """Whether it is to be run, here."""
+        is_missing = self.needs is not None and importlib.util.find_spec(self.needs) is None
+        return self.skipped is None and not is_missing
 
 
 class ManualPage:
@@ -52,21 +61,21 @@ class ManualPage:
         return any(
             block.language in {*_IN_PROCESS, "diff"} or self._commands(block)
             for block in self.blocks
-            if block.skipped is None
+            if block.is_run
         )
 
     def run_blocks(self) -> None:
         """Run the blocks that need no process of their own, each at its line of the page."""
         names: dict[str, object] = {"__name__": "__main__"}
         for block in self.blocks:
-            if block.skipped is None and block.title is None and block.language in _IN_PROCESS:
+            if block.is_run and block.title is None and block.language in _IN_PROCESS:
                 code = "\n" * (block.line - 1) + block.code
                 exec(compile(code, str(self.path), "exec"), names)
 
     def write_files(self, directory: pathlib.Path) -> None:
         """What the page names by a title."""
         for block in self.blocks:
-            if block.title is None or block.skipped is not None:
+            if block.title is None or not block.is_run:
                 continue
             if block.language == "diff":
                 (directory / block.title).write_text(_side(block.code, "+"))
@@ -79,7 +88,7 @@ class ManualPage:
         return [
             command
             for block in self.blocks
-            if block.skipped is None
+            if block.is_run
             for command in self._commands(block)
             if all((directory / word).exists() for word in _scripts(command))
         ]
@@ -97,13 +106,15 @@ def _blocks(text: str) -> list[Block]:
     for match in _FENCE.finditer(text):
         if match["setup"] is not None:
             line = text.count("\n", 0, match.start("setup")) + 1
-            found.append(Block(line, "setup", None, match["setup"], None))
+            found.append(Block(line, "setup", None, match["setup"]))
             continue
         indent, code = match["indent"], match["code"]
         if indent:
             code = re.sub(rf"^{indent}", "", code, flags=re.MULTILINE)
         line = text.count("\n", 0, match.start("code")) + 1
-        found.append(Block(line, match["language"], match["title"], code, match["why"]))
+        found.append(
+            Block(line, match["language"], match["title"], code, match["why"], match["needs"])
+        )
     return found
 
 

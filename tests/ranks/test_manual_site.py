@@ -93,6 +93,16 @@ def test_every_page_is_on_a_shelf_and_has_its_text_beside_it(site):
         assert f"({page})" in overview
 
 
+def test_every_example_has_a_page_that_links_to_it():
+    programs = {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    overview = (DOCS / "examples.md").read_text()
+    for program in programs:
+        page = DOCS / "examples" / f"{program.partition('.')[0]}.md"
+        assert f"[{program}]({program})" in page.read_text()
+        assert f"(examples/{page.name})" in overview
+    assert len(list((DOCS / "examples").glob("*.md"))) == len(programs)
+
+
 def test_every_public_name_is_in_the_reference():
     text = (DOCS / "reference" / "api.md").read_text() + (
         DOCS / "reference" / "errors.md"
