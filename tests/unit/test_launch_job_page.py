@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -10,7 +12,7 @@ from paceline.errors import CollectiveTimeout
 from paceline.launch import elastic_job
 from paceline.launch.elastic_job import ElasticJob, current_elastic_job, elastic_variable
 from paceline.launch.generation import Generation, Member
-from paceline.launch.job_page import JobPage, Word
+from paceline.launch.job_page import JobPage, Word, find_job_page_below
 from paceline.launch.messages import ELASTIC
 
 
@@ -100,3 +102,33 @@ def test_only_the_rank_itself_has_an_elastic_job(page, monkeypatch):
         monkeypatch.setenv(ELASTIC, variable)
         assert (current_elastic_job() is not None) == is_rank
     elastic_job._open_job.cache_clear()
+
+
+_SERVERS = """
+import os, sys
+from paceline.launch.job_page import JobPage
+for _ in range(3):  # each with a page, as a fork server has
+    if os.fork() == 0:
+        page = JobPage.create("some-job", min_ranks=1, max_ranks=2)
+        os.write(1, b"%d\\n" % os.getpid())
+        sys.stdin.read()
+        os._exit(0)
+sys.stdin.read()
+for _ in range(3):
+    os.wait()
+"""
+
+
+def test_the_page_below_a_launcher_is_found_and_all_others_are_closed():
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", _SERVERS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with launcher:
+        servers = {int(launcher.stdout.readline()) for _ in range(3)}
+        before = set(os.listdir("/proc/self/fd"))
+        found = find_job_page_below(launcher.pid)
+        assert found.words[Word.SERVER_PID] in servers
+        found.close()
+        assert find_job_page_below(min(servers)) is None, "its page is its own"
+        assert set(os.listdir("/proc/self/fd")) == before
+        launcher.stdin.close()

@@ -22,10 +22,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from paceline._linux import read_stat
 from paceline.bench.bench_tools import print_table, write_json
 from paceline.errors import LaunchError
-from paceline.launch.job_page import JobPage, Word, find_job_pages
+from paceline.launch.job_page import JobPage, find_job_page_below
 
 __all__ = ["add_arguments", "run"]
 
@@ -164,20 +163,10 @@ def _measure_recovery(name: str, ranks: int, kills: int) -> dict[str, float]:
 def _page_below(process: subprocess.Popen[bytes]) -> JobPage:
     deadline = time.monotonic() + _LIMIT_S
     while time.monotonic() < deadline and process.poll() is None:
-        for page in find_job_pages():
-            if _is_below(int(page.words[Word.SERVER_PID]), process.pid):
-                return page
-            page.close()
+        if (page := find_job_page_below(process.pid)) is not None:
+            return page
         time.sleep(0.05)
     raise LaunchError("the elastic run did not start")
-
-
-def _is_below(pid: int, ancestor: int) -> bool:
-    while pid > 1 and (process := read_stat(pid)) is not None:
-        if process.parent == ancestor:
-            return True
-        pid = process.parent
-    return False
 
 
 def _wait_until_whole(page: JobPage, ranks: int) -> float:

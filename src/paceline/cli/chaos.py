@@ -24,11 +24,10 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 
-from paceline._linux import read_stat
 from paceline.cli.scale import send_scale_request
 from paceline.diagnostics.digest_log import Digests, differing_names, read_digests
 from paceline.errors import ConfigError, PacelineError, describe_exit
-from paceline.launch.job_page import JobPage, Word, find_job_pages
+from paceline.launch.job_page import JobPage, Word, find_job_page_below
 
 __all__ = ["PlannedFault", "add_arguments", "plan_faults", "run"]
 
@@ -223,22 +222,10 @@ class _Adversary:
     def _find_page(self) -> JobPage | None:
         """That of the fork server below the launcher; None if the launcher ended before."""
         while self._process.poll() is None:
-            pages = find_job_pages()
-            found = [page for page in pages if self._is_below(int(page.words[Word.SERVER_PID]))]
-            for page in pages:
-                if page not in found:
-                    page.close()
-            if found:
-                return found[0]
+            if (page := find_job_page_below(self._process.pid)) is not None:
+                return page
             time.sleep(0.05)
         return None
-
-    def _is_below(self, pid: int) -> bool:
-        while pid > 1 and (process := read_stat(pid)) is not None:
-            if process.parent == self._process.pid:
-                return True
-            pid = process.parent
-        return False
 
     def _strike_until_over(self, page: JobPage) -> None:
         step, since = -1, time.monotonic()

@@ -26,11 +26,11 @@ import struct
 import time
 import zlib
 
-from paceline._linux import anonymous_memory, open_memory_of, own_processes
+from paceline._linux import anonymous_memory, open_memory_of, own_processes, read_stat
 from paceline.errors import NativeError
 from paceline.launch.generation import Generation, Member
 
-__all__ = ["JobPage", "PublishedGeneration", "Word", "find_job_pages"]
+__all__ = ["JobPage", "PublishedGeneration", "Word", "find_job_page_below", "find_job_pages"]
 
 _MEMFD_NAME = "paceline-job"
 _MAGIC = 0x7061_6365_0E02  # changes with the layout
@@ -220,6 +220,27 @@ def find_job_pages(job: str = "") -> list[JobPage]:
         else:
             page.close()
     return sorted(pages, key=lambda page: page.job)
+
+
+def find_job_page_below(launcher_pid: int) -> JobPage | None:
+    """The page of the elastic job that a process has started, to be read; None if there is none
+    yet. The caller closes it.
+    """
+    found = None
+    for page in find_job_pages():
+        if found is None and _is_below(int(page.words[Word.SERVER_PID]), launcher_pid):
+            found = page
+        else:
+            page.close()
+    return found
+
+
+def _is_below(pid: int, ancestor: int) -> bool:
+    while pid > 1 and (process := read_stat(pid)) is not None:
+        if process.parent == ancestor:
+            return True
+        pid = process.parent
+    return False
 
 
 def _open_page_of(pid: int) -> JobPage | None:
