@@ -272,19 +272,22 @@ RICH = """
     evaluation = paceline.Evaluation(Words(), batch_size=16)
 
     def members():
-        return len(job.wait_beyond(job.latest() - 1, 1.0).members) if job else paceline.world_size()
+        return len(job.wait_beyond(job.latest() - 1, 1.0).members)
 
     def is_next(number):
         return number == 0 or (folder / f"event-{number - 1}").exists()
 
     def happen():
+        if not job:
+            time.sleep(0.02)  # a request to stop is served within 0.25 s: there are steps left then
         for number, (step, what, rank, ranks) in enumerate(events):
             done = folder / f"event-{number}"
             if training.step < step or not is_next(number) or done.exists():
                 continue
             # Those that have come join after this batch, and those that leave do so.
             deadline = time.monotonic() + 60.0
-            while members() == paceline.world_size() < ranks and time.monotonic() < deadline:
+            while job and members() == paceline.world_size() < ranks:
+                assert time.monotonic() < deadline, f"{ranks} ranks should be there for {what}"
                 time.sleep(0.005)
             if ranks and paceline.world_size() != ranks:
                 time.sleep(0.02)
