@@ -35,6 +35,7 @@ __all__ = [
     "exit_code_of",
     "host_identity",
     "is_running",
+    "lock_byte",
     "open_descriptor_of",
     "open_memory_of",
     "outlive_parent",
@@ -100,6 +101,18 @@ def anonymous_memory(name: str, nbytes: int = 0) -> int:
 def open_descriptor_of(pid: int, number: int) -> int:
     """Open what another process of the same user has open under a descriptor number."""
     return os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+
+
+def lock_byte(descriptor: int, at: int) -> None:
+    """Lock one byte of a file, also behind its end, until this descriptor and all copies of it are
+    closed.
+
+    Raises:
+        BlockingIOError: it is locked through another opening of the file.
+    """
+    # struct flock: the kind, where `at` counts from, `at`, how many bytes, no process.
+    lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, at, 1, 0)
+    fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, lock)
 
 
 def written_pages(begin: int, end: int) -> list[tuple[int, int]]:
@@ -178,15 +191,15 @@ def can_find_written_pages() -> bool:
         return False
 
 
-def open_memory_of(pid: int, name: str) -> Iterator[int]:
-    """Everything that a process has open and that `anonymous_memory` gave this name; read-only. The
-    caller closes the descriptors.
+def open_memory_of(pid: int, name: str, mode: int = os.O_RDONLY) -> Iterator[int]:
+    """Everything that a process has open and that `anonymous_memory` gave this name. The caller
+    closes the descriptors.
     """
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/fd") as entries:
         for entry in entries:
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{name}"):
-                    yield os.open(entry.path, os.O_RDONLY | os.O_CLOEXEC)
+                    yield os.open(entry.path, mode | os.O_CLOEXEC)
 
 
 # ------------------------------------------------------------- other processes

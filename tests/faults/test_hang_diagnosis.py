@@ -32,7 +32,9 @@ OPTIONS = ("--grace=2", "--preload=torch,torch.distributed,torch._dynamo")
 # python train.py FOLDER BACKEND INIT_METHOD LATE HANG...
 TRAINING = """
     import os, pathlib, signal, sys, threading, time
-    import torch, torch.distributed as dist
+    # All that is imported on the way is imported first: ranks that import it while they are watched
+    # may differ by more than the limit.
+    import torch, torch._dynamo, torch.distributed as dist
     import paceline
 
     folder, backend, init_method, late, *hangs = sys.argv[1:]
@@ -221,13 +223,12 @@ def diagnose_each(folder, backend, late, last, **options):
     return sentences, stderr
 
 
-def check_late(sentences, stderr, late, where, hand_overs=0):
+def check_late(sentences, stderr, late, where):
     for hang, expected in LATE.items():
         assert sentences[hang].startswith(f"rank {late} has not reached {where}"), (hang, sentences)
         for text in expected:
             assert text in sentences[hang], (hang, sentences)
-    # Each was reported once, or again by a rank that has taken over from one that was stopped.
-    assert 0 <= len(stderr.diagnoses) - len(sentences) <= hand_overs
+    assert len(stderr.diagnoses) == len(sentences)  # each was reported once
     assert all(LIMIT_S <= seconds <= IN_TIME_S for seconds in stderr.seconds), stderr
     # The stack of the late rank, from its own first line to the innermost; a line for each rank.
     assert "in lock_held\n    lock.acquire()" in str(stderr)
@@ -292,13 +293,14 @@ def test_the_same_at_the_level_of_calls_in_a_script_that_uses_torch_alone(tmp_pa
 def test_the_same_without_a_launcher_whichever_rank_is_late(tmp_path, backend, late, last):
     """The first rank reports; the next one does if that is stopped itself."""
     sentences, stderr = diagnose_each(tmp_path, backend, late, last, launcher=False)
-    check_late(sentences, stderr, late, "all_reduce of bucket 0 (", hand_overs=late == 0)
+    check_late(sentences, stderr, late, "all_reduce of bucket 0 (")
     if last == "skip":
         check_skipped(sentences[last], late, forwards=10)
     else:
         check_extra_in_another_group(sentences[last], stderr, late)
-    reports = [(tmp_path / f"stderr-{rank}").read_text().count("diagnosis: ") for rank in (0, 1)]
-    assert reports == ([5, 0] if late == 1 else [4, 1])
+    # Who reports the others is a matter of speed: the next rank does if the first one, whose main
+    # thread may take turns with its watcher, has not looked for two seconds.
+    assert sentences["stop"] in (tmp_path / f"stderr-{1 - late}").read_text()
 
 
 def test_a_rank_that_skips_backward_on_gloo_is_named(tmp_path):

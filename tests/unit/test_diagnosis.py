@@ -62,7 +62,6 @@ def view(
         stacks_fd=5,
         concluded_forwards=facts.pop("concluded_forwards", 3),
         calls_of_kind=facts.pop("calls_of_kind", 0),
-        reported_wait_ns=facts.pop("reported_wait_ns", 0),
     )
     assert not facts
     return RankView(rank, 100 + rank, page, activity, exitcode, line)
@@ -164,11 +163,11 @@ def test_two_kinds_of_call_with_one_number_differ_and_the_unusual_one_is_blamed(
     assert (diagnosis.blamed, diagnosis.cause) == ((odd,), Cause.EXTRA_COLLECTIVE)
 
 
-def test_what_another_rank_has_reported_is_not_reported_again():
-    since_ns = waiting(0).call.since_ns
-    diagnosis = diagnose_job(waiting(0), view(1))
-    assert not diagnosis.reported_by([waiting(0), view(1)])
-    assert diagnosis.reported_by([waiting(0), view(1, reported_wait_ns=since_ns)])
+def test_a_stall_is_known_by_the_wait_that_began_first():
+    first = waiting(2, world=3)
+    later = view(0, world=3, call=dataclasses.replace(first.call, since_ns=first.call.since_ns + 1))
+    diagnosis = diagnose_job(later, view(1, world=3), first)
+    assert diagnosis.longest_wait == (2, first.call.since_ns)
 
 
 def test_among_many_ranks_the_odd_one_is_blamed():

@@ -54,6 +54,22 @@ def test_a_command_with_parentheses_and_spaces(tmp_path):
         child.communicate()
 
 
+def test_a_byte_is_locked_for_one_opening_until_that_is_closed():
+    behind_its_end = 10**18
+    memory = _linux.anonymous_memory("paceline-test", 4096)
+    first, second = (_linux.open_descriptor_of(os.getpid(), memory) for _ in range(2))
+    copy = os.dup(first)
+    _linux.lock_byte(first, behind_its_end)
+    os.close(first)
+    with pytest.raises(BlockingIOError):
+        _linux.lock_byte(second, behind_its_end)
+    _linux.lock_byte(second, behind_its_end + 1)
+    os.close(copy)
+    _linux.lock_byte(second, behind_its_end)
+    os.close(second)
+    os.close(memory)
+
+
 def test_anonymous_memory_is_opened_through_its_owner():
     owner = _linux.anonymous_memory("paceline-test", 4096)
     other = _linux.open_descriptor_of(os.getpid(), owner)

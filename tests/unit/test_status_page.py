@@ -10,12 +10,15 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paceline.diagnostics import host_ranks
 from paceline.diagnostics.diagnosis import RankView, diagnose
+from paceline.diagnostics.host_ranks import HostRanks
 from paceline.diagnostics.page_reader import find_pages, parse_page, read_page
 from paceline.diagnostics.process_state import Activity, activity_of
 from paceline.diagnostics.rank_table import stall_page, table
@@ -187,6 +190,30 @@ def test_a_failed_look_does_not_end_the_watch():
         watch.stop()
     assert len(reports) == 1
     assert "half a page" in reports[0]
+
+
+def test_watchers_that_look_at_the_same_moment_report_a_stall_once(recorder, monkeypatch):
+    """Both have looked before one reports: as when a rank is stopped in a look, and goes on."""
+    monkeypatch.setattr(host_ranks, "recorder", recorder)
+    both_have_looked, reports = threading.Barrier(2), []
+    watched = [HostRanks(), HostRanks()]
+
+    def look_once(ranks):
+        def look():
+            views = ranks.views()
+            both_have_looked.wait(30)
+            return views
+
+        StallWatch(look, reports.append, 1e-9, may_report=ranks.may_report).look_once()
+
+    for stalls in (1, 2):
+        recorder.enter(WaitLabel("barrier").packed(), stalls)
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(look_once, watched))
+        assert len(reports) == stalls
+        recorder.leave()
+    for ranks in watched:
+        ranks.close()
 
 
 def test_a_page_that_names_a_file_as_its_stacks_does_not_cost_it(recorder, tmp_path):

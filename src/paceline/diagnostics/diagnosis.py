@@ -89,10 +89,10 @@ class Diagnosis:
     waited_ns: int
     stacks_of: tuple[int, ...] = ()
 
-    def reported_by(self, views: Sequence[RankView]) -> bool:
-        """Whether one of these ranks has reported this stall already."""
-        reported = {view.page.reported_wait_ns for view in views if view.page is not None}
-        return any(since_ns in reported for _, since_ns in self.waiting)
+    @property
+    def longest_wait(self) -> tuple[int, int]:
+        """The rank that has waited longest, and since when."""
+        return min(self.waiting, key=lambda wait: wait[1])
 
     def same_stall(self, other: Diagnosis | None) -> bool:
         """Whether some rank is still in the wait that another diagnosis was about."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
 
-from paceline.diagnostics.diagnosis import RankView
-from paceline.diagnostics.page_reader import StatusPage, find_pages, read_page
+from paceline.diagnostics.diagnosis import Diagnosis, RankView
+from paceline.diagnostics.page_reader import StatusPage, find_pages, lock_report, read_page
 from paceline.diagnostics.process_state import Activity
 from paceline.diagnostics.stall_watcher import look_at_page
 from paceline.diagnostics.stragglers import Straggler, attribute_wait, find_straggler
@@ -26,6 +27,8 @@ class HostRanks:
         self._pages: dict[int, StatusPage] = {}
         self._searched = self._looked = float("-inf")
         self._straggler: Straggler | None = None
+        # That of the stall this rank has reported last.
+        self._report_lock: int | None = None
 
     def views(self) -> list[RankView]:
         """What each rank is doing now; a rank that has left is shown as it was last."""
@@ -57,6 +60,26 @@ class HostRanks:
         self._search()
         lower = [page.pid for page in self._pages.values() if page.rank < rank]
         return any(_watches(pid) for pid in lower)
+
+    def may_report(self, stall: Diagnosis) -> bool:
+        """Whether this rank is to report a stall: true on one rank of the host, and once.
+
+        The lock is kept until this rank reports another stall, because a rank that was stopped may
+        come with what it saw long ago.
+        """
+        rank, since_ns = stall.longest_wait
+        for page in self._pages.values():
+            if page.rank == rank and (lock := lock_report(page.pid, since_ns)) is not None:
+                self.close()
+                self._report_lock = lock
+                return True
+        return False
+
+    def close(self) -> None:
+        """Give up the report lock."""
+        if self._report_lock is not None:
+            os.close(self._report_lock)
+            self._report_lock = None
 
     def _read_pages(self) -> list[StatusPage]:
         self._search()

@@ -11,13 +11,14 @@ whose page is another version's, has none.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import struct
 import time
 from collections.abc import Iterator
 
-from paceline._linux import open_memory_of, own_processes
+from paceline._linux import lock_byte, open_memory_of, own_processes
 from paceline.telemetry.status_page import (
     CALL_AT,
     JOB_AT,
@@ -35,7 +36,15 @@ from paceline.telemetry.status_page import (
     sync_point_at,
 )
 
-__all__ = ["Call", "StatusPage", "SyncPoint", "find_pages", "parse_page", "read_page"]
+__all__ = [
+    "Call",
+    "StatusPage",
+    "SyncPoint",
+    "find_pages",
+    "lock_report",
+    "parse_page",
+    "read_page",
+]
 
 _READ_ATTEMPTS = 200
 _PHASES = frozenset(Phase)
@@ -114,7 +123,6 @@ class StatusPage:
     concluded_forwards: int = 0
     watched_at_ns: int = 0
     calls_of_kind: int = 0
-    reported_wait_ns: int = 0
     sync_points: tuple[SyncPoint, ...] = ()
 
     @property
@@ -130,15 +138,42 @@ class StatusPage:
 
 def read_page(pid: int) -> StatusPage | None:
     """The page of a process; None if it has none yet, is gone, or belongs to another user."""
-    for descriptor in open_memory_of(pid, MEMFD_NAME):
+    with _opened_page(pid) as (_, page):
+        return page
+
+
+def lock_report(pid: int, since_ns: int) -> int | None:
+    """Take the report lock of a wait: whoever has it reports that this rank has waited since then.
+
+    It is a lock on one byte of the rank's page, far behind its end: the one whose place is the
+    time. The kernel gives it to one process only, however much they are delayed.
+
+    Returns:
+        A descriptor; closing it gives the lock up. None if somebody else has it, or the rank has no
+        page any more.
+    """
+    with _opened_page(pid, os.O_RDWR) as (descriptor, page):
+        if page is None:
+            return None
+        try:
+            lock_byte(descriptor, since_ns)
+        except BlockingIOError:
+            return None
+        return os.dup(descriptor)
+
+
+@contextlib.contextmanager
+def _opened_page(pid: int, mode: int = os.O_RDONLY) -> Iterator[tuple[int, StatusPage | None]]:
+    for descriptor in open_memory_of(pid, MEMFD_NAME, mode):
         try:
             page = parse_page(_consistent_copy(descriptor))
+            # A child that was forked from a rank may still hold its parent's page.
+            if page is not None and page.pid == pid:
+                yield descriptor, page
+                return
         finally:
             os.close(descriptor)
-        # A child that was forked from a rank may still hold its parent's page.
-        if page is not None and page.pid == pid:
-            return page
-    return None
+    yield -1, None
 
 
 def find_pages(job: str | None = None) -> list[StatusPage]:
@@ -202,7 +237,6 @@ def parse_page(copy: bytes) -> StatusPage | None:
         concluded_forwards=values[Field.CONCLUDED_FORWARDS],
         watched_at_ns=values[Field.WATCHED_AT],
         calls_of_kind=values[Field.CALLS_OF_KIND],
-        reported_wait_ns=values[Field.REPORTED_WAIT],
         sync_points=tuple(_sync_points(copy, values[Field.SYNC_POINTS])),
     )
 

@@ -22,7 +22,6 @@ from paceline.telemetry.variables import RUN_ID, STALL_AFTER, TRACE, WATCHED, st
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
-    from paceline.diagnostics.diagnosis import Diagnosis
     from paceline.diagnostics.host_ranks import HostRanks
     from paceline.diagnostics.stall_watcher import StallWatch
 
@@ -80,6 +79,7 @@ class _Session:
     """What this process has set up: process-wide, as torch's default group is."""
 
     hooks: _TorchHooks | None = None
+    peers: HostRanks | None = None
     stall_watch: StallWatch | None = None
 
 
@@ -108,20 +108,19 @@ def joined(rank: int, world: int, *, job: str, timeout_s: float) -> None:
     recorder.phase(Phase.OTHER)
     limit_s = stall_after_s(os.environ.get(STALL_AFTER))
     if world > 1 and os.environ.get(WATCHED) != "1" and _session.stall_watch is None:
-        _session.stall_watch = _watch_peers(rank, limit_s)
+        _watch_peers(rank, limit_s)
 
 
-def _watch_peers(rank: int, limit_s: float) -> StallWatch:
+def _watch_peers(rank: int, limit_s: float) -> None:
     # Imported here: ranks of a launcher, which watches for them, do without.
     from paceline.diagnostics.host_ranks import HostRanks
     from paceline.diagnostics.stall_watcher import StallWatch
 
-    peers = HostRanks()
-    watch = StallWatch(
-        peers.views, _report, limit_s, lambda: _is_on_duty(peers, rank), _mark_reported
+    _session.peers = peers = HostRanks()
+    _session.stall_watch = StallWatch(
+        peers.views, _report, limit_s, lambda: _is_on_duty(peers, rank), peers.may_report
     )
-    watch.start()
-    return watch
+    _session.stall_watch.start()
 
 
 def _is_on_duty(peers: HostRanks, rank: int) -> bool:
@@ -137,16 +136,14 @@ def _report(text: str) -> None:
     sys.stderr.flush()
 
 
-def _mark_reported(diagnosis: Diagnosis) -> None:
-    """Keep another rank that goes on duty from reporting the same stall again."""
-    recorder.page.fields[Field.REPORTED_WAIT] = diagnosis.waiting[0][1]
-
-
 def end() -> None:
     """The process leaves its job."""
     stall_watch, _session.stall_watch = _session.stall_watch, None
     if stall_watch is not None:
         stall_watch.stop()
+    peers, _session.peers = _session.peers, None
+    if peers is not None:
+        peers.close()
     hooks, _session.hooks = _session.hooks, None
     if hooks is not None:
         hooks.remove()

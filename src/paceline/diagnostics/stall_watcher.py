@@ -55,7 +55,8 @@ class StallWatch:
     """A thread that looks at the ranks twice a second and reports each stall once, and its end.
 
     Where there is no launcher, every rank runs such a thread and one of them is on duty: `on_duty`
-    answers that, and `mark_reported` lets the others know what has been reported.
+    answers that. Two may believe it for a moment, and one that was stopped goes on with what it saw
+    before: `may_report` is true for one of them.
 
     No look ends the watch: a rank may be starting, ending or broken in whatever way, and the next
     look may be the one that matters. The first look that fails is reported.
@@ -67,12 +68,12 @@ class StallWatch:
         report: Callable[[str], None],
         limit_s: float,
         on_duty: Callable[[], bool] = lambda: True,
-        mark_reported: Callable[[Diagnosis], None] = lambda _: None,
+        may_report: Callable[[Diagnosis], bool] = lambda _: True,
     ) -> None:
         self._look = look
         self._report = report
         self._on_duty = on_duty
-        self._mark_reported = mark_reported
+        self._may_report = may_report
         self._limit_ns = int(limit_s * 1e9)
         self._pause_s = min(_LOOK_EVERY_S, limit_s / 4)
         self._stop = threading.Event()
@@ -117,9 +118,8 @@ class StallWatch:
         diagnosis = diagnose(views, time.monotonic_ns(), self._limit_ns)
         if diagnosis is None or not diagnosis.same_stall(self._current):
             self._report_if_over(views)
-        if diagnosis is not None and self._current is None and not diagnosis.reported_by(views):
+        if diagnosis is not None and self._current is None and self._may_report(diagnosis):
             self._current = diagnosis
-            self._mark_reported(diagnosis)
             self._report_stall(diagnosis, views)
 
     def _report_stall(self, diagnosis: Diagnosis, views: list[RankView]) -> None:

@@ -137,8 +137,6 @@ class Field(enum.IntEnum):
     WATCHED_AT = 24
     # Calls of the same kind as the latest one.
     CALLS_OF_KIND = 25
-    # When the wait began that this rank has reported as a stall.
-    REPORTED_WAIT = 26
 
 
 SYNC_POINT = struct.Struct(f"<{4 + len(PHASES)}q")
