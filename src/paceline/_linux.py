@@ -16,6 +16,7 @@ import mmap
 import os
 import pathlib
 import signal
+import socket
 import struct
 import threading
 import time
@@ -33,11 +34,13 @@ __all__ = [
     "die_with_parent",
     "end_descendants",
     "exit_code_of",
+    "give_up_when_silent",
     "host_identity",
     "is_running",
     "lock_byte",
     "open_descriptor_of",
     "open_memory_of",
+    "open_sockets",
     "outlive_parent",
     "own_processes",
     "process_ids",
@@ -200,6 +203,31 @@ def open_memory_of(pid: int, name: str, mode: int = os.O_RDONLY) -> Iterator[int
             with contextlib.suppress(OSError):
                 if os.readlink(entry.path).startswith(f"/memfd:{name}"):
                     yield os.open(entry.path, mode | os.O_CLOEXEC)
+
+
+def open_sockets() -> dict[str, int]:
+    """The descriptors of all sockets of this process, by names that are never used again."""
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # closed meanwhile
+            name = os.readlink(f"/proc/self/fd/{entry}")
+            if name.startswith("socket:"):
+                found[name] = int(entry)
+    return found
+
+
+def give_up_when_silent(descriptor: int, limit_s: int) -> None:
+    """Let the kernel end a TCP connection whose other end acknowledges nothing for so long, also
+    while there is nothing to send. By default it tries for a quarter of an hour.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as connection:
+        is_tcp = connection.type == socket.SOCK_STREAM
+        if not is_tcp or connection.family not in {socket.AF_INET, socket.AF_INET6}:
+            return
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, max(1, limit_s // 3))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(1, limit_s // 6))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * limit_s)
 
 
 # ------------------------------------------------------------- other processes

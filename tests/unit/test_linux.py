@@ -6,6 +6,7 @@ import ctypes
 import mmap
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,24 @@ def test_a_byte_is_locked_for_one_opening_until_that_is_closed():
     _linux.lock_byte(second, behind_its_end)
     os.close(second)
     os.close(memory)
+
+
+def test_new_sockets_are_found_and_tcp_connections_given_up_when_silent():
+    before = _linux.open_sockets()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = server.getsockname()
+        with (
+            socket.create_connection(address) as tcp,
+            socket.socket(type=socket.SOCK_DGRAM) as udp,
+            socket.socket(socket.AF_UNIX) as unix,
+        ):
+            new = {fd for name, fd in _linux.open_sockets().items() if name not in before}
+            assert new == {each.fileno() for each in (server, tcp, udp, unix)}
+            for descriptor in new:
+                _linux.give_up_when_silent(descriptor, 15)
+            assert tcp.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 15_000
+            assert tcp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+            assert not udp.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 def test_anonymous_memory_is_opened_through_its_owner():

@@ -3,6 +3,9 @@
 Gloo connects in its constructor, which waits for every rank and cannot be interrupted. So it runs
 in a thread, which whoever waits for it may leave behind; it meets the others through a store that
 stops waiting when the group is obsolete, and gives connections that nobody answers a short time.
+
+Two hosts may be cut from each other while the first host of the job hears both. Nobody else
+notices, and the kernel would try for a quarter of an hour: so it is told to give up sooner.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import threading
 from collections.abc import Callable
 from datetime import timedelta
 
+from paceline._linux import give_up_when_silent, open_sockets
 from paceline._torch_internals import Store
 from paceline.backend.call_thread import CallTicket
 from paceline.backend.host_placement import Placement
@@ -24,6 +28,8 @@ __all__ = ["connect_unless_obsolete"]
 _LOOK_S = 0.005
 # All ranks listen when the first of them connects, so that an answer takes no longer than a packet.
 _ANSWER_LIMIT = timedelta(seconds=20)
+# Longer than a rank may be stopped, whose side of a connection may then take nothing.
+_SILENCE_LIMIT_S = 15
 
 
 class _MeetingStore(Store):
@@ -62,7 +68,15 @@ def connect_unless_obsolete(
     made: list[Links] = []
     limit = min(timeout, _ANSWER_LIMIT)
     meeting = _MeetingStore(store, is_obsolete)
-    ticket = CallTicket(lambda: made.append(Links(meeting, placement, comm, limit)))
+
+    def connect() -> None:
+        before = open_sockets()
+        made.append(Links(meeting, placement, comm, limit))
+        for name, descriptor in open_sockets().items():
+            if name not in before:
+                give_up_when_silent(descriptor, _SILENCE_LIMIT_S)
+
+    ticket = CallTicket(connect)
     threading.Thread(target=ticket.run, name="paceline-connect", daemon=True).start()
     while not ticket.has_ended(_LOOK_S):
         if is_obsolete():

@@ -19,6 +19,8 @@ from paceline.errors import ConfigError, PacelineError
 __all__ = ["SimulatedHosts", "enter", "hosts_and_ranks", "simulated_hosts", "why_not"]
 
 _INTERFACE = "eth0"
+# Packets for this address are taken by nobody.
+_NOWHERE = ("lladdr", "02:00:00:00:00:01", "dev", _INTERFACE, "nud", "permanent")
 _CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
 
 
@@ -45,6 +47,10 @@ def why_not() -> str | None:
     return None
 
 
+def _address(index: int) -> str:
+    return f"10.77.0.{index + 1}"
+
+
 class SimulatedHosts(list[int]):
     """A pid for each host, to `enter` it by."""
 
@@ -55,6 +61,16 @@ class SimulatedHosts(list[int]):
     def cut(self, index: int) -> None:
         """Drop all packets from and to a host, from now on. Nobody is told."""
         _inside(self._switch, "ip", "link", "set", f"port{index}", "nomaster")
+
+    def cut_between(self, *pair: int) -> None:
+        """Drop all packets between two hosts, from now on. Nobody is told."""
+        for index, other in (pair, pair[::-1]):
+            _inside(self[index], "ip", "neigh", "replace", _address(other), *_NOWHERE)
+
+    def mend_between(self, *pair: int) -> None:
+        """Undo `cut_between`."""
+        for index, other in (pair, pair[::-1]):
+            _inside(self[index], "ip", "neigh", "del", _address(other), "dev", _INTERFACE)
 
     def mend(self, index: int) -> None:
         """Undo `cut`."""
@@ -79,7 +95,7 @@ def simulated_hosts(
             cable = f"type veth peer name {_INTERFACE} netns {host}".split()
             _inside(switch, "ip", "link", "add", port, *cable)
             _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
-            _inside(host, "ip", "addr", "add", f"10.77.0.{index + 1}/24", "dev", _INTERFACE)
+            _inside(host, "ip", "addr", "add", f"{_address(index)}/24", "dev", _INTERFACE)
             _inside(host, "ip", "link", "set", _INTERFACE, "up")
             _inside(host, "ip", "link", "set", "lo", "up")
             if link is not None:
