@@ -141,11 +141,18 @@ def _elastic_config(elastic: tuple[int, int], workers: int) -> ElasticConfig:
 
 
 def _actor_factory(ray: Any, group: Any, resources: dict[str, float]) -> NewActor:
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+    from ray.util.scheduling_strategies import (
+        NodeAffinitySchedulingStrategy,
+        PlacementGroupSchedulingStrategy,
+    )
 
     def new_actor(kind: type, place: int | None) -> Any:
         if place is None:
-            return ray.remote(kind).options(num_cpus=0).remote()
+            # Beside the driver: no other node is to be one that the job cannot lose.
+            beside = NodeAffinitySchedulingStrategy(
+                ray.get_runtime_context().get_node_id(), soft=False
+            )
+            return ray.remote(kind).options(num_cpus=0, scheduling_strategy=beside).remote()
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=place)
         options = {**_as_options(resources), "scheduling_strategy": strategy, "max_restarts": 0}
         return ray.remote(kind).options(**options).remote()

@@ -7,6 +7,7 @@ life is an actor: a replacement is a new one, in the same slot, wherever Ray pla
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ from paceline.errors import LaunchError
 from paceline.launch.generation import Member
 from paceline.launch.job_page import JobPage, Word
 from paceline.launch.membership import (
+    Fail,
     Kill,
     Membership,
     Order,
@@ -30,7 +32,15 @@ from paceline.launch.membership import (
     Verdict,
 )
 from paceline.launch.messages import ElasticConfig
-from paceline.ray_workers import Change, Coordinator, ElasticSeat, ElasticWorker, Outcome, Telling
+from paceline.ray_workers import (
+    Change,
+    Coordinator,
+    ElasticSeat,
+    ElasticWorker,
+    Outcome,
+    Telling,
+    Whereabouts,
+)
 from paceline.telemetry.variables import RUN_ID
 
 __all__ = ["ElasticRun", "NewActor"]
@@ -65,6 +75,7 @@ class ElasticRun:
         self._membership = Membership(config)
         self._actors: dict[int, Any] = {}
         self._members: dict[int, Member] = {}
+        self._hosts: dict[str, int] = {}  # those that ranks have run on, numbered as they came
         self._calls: dict[Any, int] = {}  # calls under way -> member
         self._heard = 0  # how much of what workers have told is known here
         self._results: dict[int, Any] = {}  # by slot
@@ -136,6 +147,8 @@ class ElasticRun:
                     self._ray.kill(self._actors[order.member_id])
                 case Publish():
                     self._publish(order)
+                case Fail():
+                    raise LaunchError(order.reason)
                 case Tell():
                     sys.stderr.write(f"paceline: {order.text}\n")
 
@@ -143,16 +156,18 @@ class ElasticRun:
         actor = self._new_actor(ElasticWorker, member.slot)
         self._actors[member.id], self._members[member.id] = actor, member
         # When it answers, it is up.
-        self._calls[actor.pid.remote()] = member.id
+        self._calls[actor.whereabouts.remote()] = member.id
 
     def _publish(self, order: Publish) -> None:
-        generation = order.generation
+        # Membership decides without knowing where Ray has placed them.
+        members = tuple(self._members[member.id] for member in order.generation.members)
+        generation = dataclasses.replace(order.generation, members=members)
         self._page.publish(generation)
         self._post(
             {
                 "is": "publish",
                 "number": generation.number,
-                "members": [(member.slot, member.id) for member in generation.members],
+                "members": [dataclasses.astuple(member) for member in members],
                 "reason": generation.reason,
             }
         )
@@ -179,6 +194,8 @@ class ElasticRun:
                 self._membership.ready(member)
             case "leaving":
                 self._membership.leaving(member)
+            case "disconnected":
+                self._membership.disconnected(request["generation"])
 
     def _read_scale_requests(self) -> None:
         with contextlib.suppress(BlockingIOError, ValueError):
@@ -200,7 +217,7 @@ class ElasticRun:
             lost = LaunchError(f"rank {slot}, a Ray actor, died: {reason}", rank=slot)
             self._note_end(member, -signal.SIGKILL, Outcome(time.time(), error=lost))
             return
-        if isinstance(answer, int):
+        if isinstance(answer, Whereabouts):
             self._begin(member, answer)
             return
         outcome: Outcome = cloudpickle.loads(answer)
@@ -208,8 +225,10 @@ class ElasticRun:
             self._membership.failing(member, has_lost_peer=outcome.has_lost_peer)
         self._note_end(member, 0 if outcome.error is None else 1, outcome)
 
-    def _begin(self, member_id: int, pid: int) -> None:
-        member = self._members[member_id]
+    def _begin(self, member_id: int, whereabouts: Whereabouts) -> None:
+        host = self._hosts.setdefault(whereabouts.host, len(self._hosts))
+        member = dataclasses.replace(self._members[member_id], host=host)
+        self._members[member_id], pid = member, whereabouts.pid
         self._page.seat(member.slot, member.id, pid)
         self._membership.started(member.id, pid)
         self._post({"is": "seat", "slot": member.slot, "member": member.id, "pid": pid})

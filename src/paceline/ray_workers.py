@@ -26,6 +26,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from paceline._linux import host_identity
 from paceline.errors import LaunchError, PeerLost
 from paceline.launch.elastic_job import elastic_variable
 from paceline.launch.generation import Generation, Member
@@ -39,6 +40,7 @@ __all__ = [
     "ElasticWorker",
     "Outcome",
     "Telling",
+    "Whereabouts",
     "Worker",
 ]
 
@@ -187,12 +189,20 @@ class ElasticSeat:
     max_ranks: int
 
 
+@dataclasses.dataclass(frozen=True)
+class Whereabouts:
+    """Where a worker runs: a host, as `host_identity` names it, and a process."""
+
+    host: str
+    pid: int
+
+
 class ElasticWorker(Worker):
     """One life of a rank in an elastic job."""
 
-    def pid(self) -> int:
-        """The process of this worker, which is up."""
-        return os.getpid()
+    def whereabouts(self) -> Whereabouts:
+        """Of this worker, which is up."""
+        return Whereabouts(host_identity(), os.getpid())
 
     def run_elastic(
         self, variables: dict[str, str], payload: bytes, seat: ElasticSeat, coordinator: Any
@@ -247,7 +257,7 @@ class _Page:
             case "vacate":
                 self._page.vacate(change["slot"])
             case "publish":
-                members = tuple(Member(slot, member) for slot, member in change["members"])
+                members = tuple(Member(*each) for each in change["members"])
                 self._page.publish(Generation(change["number"], members, change["reason"]))
             case "terminate" if change["member"] == self._seat.member:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
@@ -12,9 +13,10 @@ import sys
 import pytest
 
 import paceline
+from paceline.bench import simulated_hosts
 from paceline.errors import ConfigError
 from tests.harness.exact_models import digest, make, run, train
-from tests.harness.launched import launched, write_script
+from tests.harness.launched import launched, wait_for_files, write_script
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -154,6 +156,79 @@ def test_an_actor_of_an_elastic_job_is_replaced(tmp_path):
     assert "elastic error no such sample" in job.stdout
 
 
+NODES = """
+    import logging, os, pathlib, sys, time, warnings
+    warnings.simplefilter("ignore")
+    import ray, torch, paceline
+    from ray.cluster_utils import Cluster
+
+    folder = pathlib.Path(sys.argv[1])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    (folder / "address").write_text(cluster.address)
+    ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+
+    def train_elastically(folder):
+        # All wait after the second step, until a rank was lost with its node and replaced.
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from paceline.launch.elastic_job import current_elastic_job
+        from tests.harness.exact_models import digest, make, run
+        job = current_elastic_job()
+        steps = []
+        def after_step(*_):
+            steps.append(1)
+            deadline = time.monotonic() + 200
+            if len(steps) == 2:
+                mark = os.environ["PACELINE_TEST_MARK"]
+                (folder / f"node-of-{job.member}").write_text(mark)
+            while len(steps) == 2 and job.latest() < 2 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        paceline.init_process_group()
+        hook = register_optimizer_step_post_hook(after_step)
+        model, optimizer, training = make("cnn")
+        metrics = run("cnn", model, optimizer, training, 6)
+        hook.remove()
+        spans_hosts = job.wait_beyond(job.latest() - 1, 1.0).spans_hosts
+        return job.member, spans_hosts, digest(model, optimizer, metrics[-1:])
+    print("nodes", *paceline.ray.launch(train_elastically, 2, args=(folder,), elastic=(1, 2)))
+    ray.shutdown()
+    cluster.shutdown()
+"""
+
+
+@pytest.mark.netns
+def test_an_actor_whose_node_is_lost_is_replaced_on_another_one(tmp_path):
+    """Nodes have IPC namespaces of their own: they share no memory, and are connected by Gloo."""
+    if reason := simulated_hosts.why_not():
+        pytest.skip(reason)
+    driver = [sys.executable, str(write_script(tmp_path, NODES)), str(tmp_path)]
+    ray = str(pathlib.Path(sys.executable).with_name("ray"))
+    with contextlib.ExitStack() as stack:
+        job = stack.enter_context(launched(driver, env=_quiet(tmp_path)))
+        wait_for_files(tmp_path / "address", timeout=120)
+        address = (tmp_path / "address").read_text()
+        node = ["unshare", "--ipc", ray, "start", f"--address={address}", "--num-cpus=1", "--block"]
+        nodes = [
+            stack.enter_context(launched(node, env=_quiet(tmp_path), stdout=subprocess.DEVNULL))
+            for _ in range(3)
+        ]
+        wait_for_files(*(tmp_path / f"node-of-{member}" for member in (0, 1)), timeout=200)
+        (lost,) = [each for each in nodes if each.mark == (tmp_path / "node-of-1").read_text()]
+        for pid in lost.processes():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        code = job.wait(280)
+        assert code == 0, job.stdout + job.stderr[-3000:]
+        for each in nodes:
+            if each is not lost:
+                each.process.terminate()
+                each.wait(60)
+            assert each.left_after(15.0) == []
+        assert job.left_after(15.0) == []
+    model, optimizer, training = make("cnn")
+    undisturbed = digest(model, optimizer, run("cnn", model, optimizer, training, 6)[-1:])
+    assert f"nodes {(0, True, undisturbed)} {(2, True, undisturbed)}" in job.stdout
+
+
 RAY_TRAIN = """
     import logging, pathlib, sys, warnings
     warnings.simplefilter("ignore")
@@ -214,8 +289,6 @@ CANCELLED = """
 
 
 def test_ctrl_c_ends_the_workers_and_a_cluster_it_started(tmp_path):
-    from tests.harness.launched import wait_for_files
-
     with launched(
         [sys.executable, str(write_script(tmp_path, CANCELLED)), str(tmp_path)],
         env=_quiet(tmp_path),
