@@ -17,6 +17,7 @@ import time
 
 import pytest
 
+from paceline._linux import is_running, read_stat
 from tests.harness.hosts import SimulatedHosts, simulated_hosts
 from tests.harness.launched import Launched, launched, run_command, wait_for_files, write_script
 
@@ -33,22 +34,34 @@ SCRIPT = """
     from paceline.launch.elastic_job import current_elastic_job
     from paceline.training.generations import Generations
 
-    def die_with_host(owner, name):
+    folder, checkpoint = pathlib.Path(sys.argv[1]), sys.argv[2:]
+    job = current_elastic_job()
+    me = "alone" if job is None else job.slot
+
+    def before(owner, name, happens):
         original = getattr(owner, name)
 
         def wrapped(*args, **kwargs):
-            os.kill(os.getppid(), signal.SIGKILL)  # the fork server: all of this host end with it
+            happens()
             return original(*args, **kwargs)
 
         setattr(owner, name, wrapped)
 
-    if os.environ.get("DIE_AT") == "connecting":
-        die_with_host(abandonable_links, "Links")
-    elif os.environ.get("DIE_AT") == "hand over":
-        die_with_host(Generations, "_hand_over")
-    folder, checkpoint = pathlib.Path(sys.argv[1]), sys.argv[2:]
-    job = current_elastic_job()
-    me = "alone" if job is None else job.slot
+    def host_dies():
+        os.kill(os.getppid(), signal.SIGKILL)  # the fork server: all of this host end with it
+
+    def host_is_cut_off():
+        (folder / f"connecting-{me}").write_text("yes")
+        while not (folder / "cut").exists():
+            time.sleep(0.01)
+
+    fault = os.environ.get("FAULT")
+    if fault == "dies connecting":
+        before(abandonable_links, "Links", host_dies)
+    elif fault == "dies in hand over":
+        before(Generations, "_hand_over", host_dies)
+    elif fault == "cut off connecting":
+        before(abandonable_links, "Links", host_is_cut_off)
     generator = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(
         torch.randn(72, 6, generator=generator), torch.randint(0, 4, (72,), generator=generator)
@@ -106,10 +119,10 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 class Job:
-    """A job of two ranks on each host."""
+    """A job of as many ranks on each host, by default two."""
 
-    def __init__(self, folder: pathlib.Path, hosts: SimulatedHosts) -> None:
-        self.folder, self.hosts = folder, hosts
+    def __init__(self, folder: pathlib.Path, hosts: SimulatedHosts, ranks: int = 2) -> None:
+        self.folder, self.hosts, self._ranks = folder, hosts, ranks
         self._script = write_script(folder, SCRIPT)
 
     def start(
@@ -117,20 +130,23 @@ class Job:
         host: int,
         *arguments: str,
         hosts: int = 2,
-        die_at: str = "",
+        fault: str = "",
         silence_s: int = 60,
+        **streams: object,
     ) -> contextlib.AbstractContextManager[Launched]:
         """Its launcher on one host; the job begins with so many."""
         options = ("--elastic=1:4", f"--nnodes={hosts}", f"--rdzv-endpoint={FIRST}")
-        command = run_command(self._script, str(self.folder), *arguments, ranks=2, options=options)
+        command = run_command(
+            self._script, str(self.folder), *arguments, ranks=self._ranks, options=options
+        )
         command.remove("--preload=")  # torch, so that ranks start quickly
         inside = ["nsenter", "--target", str(self.hosts[host]), "--net", "--ipc", "--", *command]
         env = {
             "GLOO_SOCKET_IFNAME": "eth0",
             "PACELINE_HOST_SILENCE_S": str(silence_s),
-            "DIE_AT": die_at,
+            "FAULT": fault,
         }
-        return launched(inside, env=env)
+        return launched(inside, env=env, **streams)
 
     def begin(self, *slots: int) -> None:
         """Let the ranks in these slots train, once they are there."""
@@ -204,6 +220,65 @@ def test_a_host_that_is_cut_off_ends_its_ranks_and_the_others_go_on(job, undistu
     assert job.digests() == {"digest-0": undisturbed, "digest-1": undisturbed}
 
 
+def test_a_host_that_is_cut_off_while_a_group_forms_is_not_waited_for(job, undisturbed):
+    with job.start(0, hosts=1, silence_s=6) as first:
+        job.begin(0, 1)
+        with job.start(1, hosts=1, fault="cut off connecting", silence_s=6) as other:
+            job.want(4, (20,))
+            wait_for_files(*(job.folder / f"connecting-{slot}" for slot in (2, 3)), timeout=120)
+            job.hosts.cut(1)
+            (job.folder / "cut").touch()
+            job.want(2, (25,))
+            told = end(other, 1)
+        said = end(first)
+    assert re.search(r"host 1 .* was lost \(not heard for 6 s\) at step \d+: 2 ranks go on", said)
+    assert f"the first host of the job ({FIRST}) was not heard for 6 s" in told
+    assert job.digests() == {"digest-0": undisturbed, "digest-1": undisturbed}
+
+
+def test_ranks_whose_fork_server_is_stopped_end_by_themselves(job, undisturbed):
+    with job.start(0, silence_s=6) as first, job.start(1, silence_s=6) as other:
+        job.begin(0, 1, 2, 3)
+        ranks = [job.wait_for_step(slot, 6) for slot in (2, 3)]
+        server = read_stat(ranks[0]).parent
+        os.kill(server, signal.SIGSTOP)
+        job.want(2)
+        said = end(first)
+        deadline = time.monotonic() + 60
+        while any(is_running(pid) for pid in ranks):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(server, signal.SIGCONT)
+        told = end(other, 1)
+    assert re.search(r"host 1 .* was lost \(not heard for 6 s\) at step \d+: 2 ranks go on", said)
+    assert f"the first host of the job ({FIRST})" in told
+    assert job.digests() == {"digest-0": undisturbed, "digest-1": undisturbed}
+
+
+def test_hosts_that_are_cut_from_each_other_alone_connect_again(tmp_path, undisturbed):
+    """The first host hears both, and nobody is lost: only the kernel of each can notice."""
+    printed = tmp_path / "printed"
+    with simulated_hosts(3) as hosts, printed.open("w") as file:
+        job = Job(tmp_path, hosts, ranks=1)
+        with (
+            job.start(0, hosts=3, stderr=file) as first,
+            job.start(1, hosts=3) as second,
+            job.start(2, hosts=3) as third,
+        ):
+            job.begin(0, 1, 2)
+            job.wait_for_step(0, 6)
+            hosts.cut_between(1, 2)
+            job.want(3)
+            deadline = time.monotonic() + 120
+            while "connections between hosts were lost" not in printed.read_text():
+                assert time.monotonic() < deadline, printed.read_text()
+                time.sleep(0.05)
+            hosts.mend_between(1, 2)
+            for host in (first, second, third):
+                end(host)
+    assert job.digests() == {f"digest-{slot}": undisturbed for slot in range(3)}
+
+
 def test_a_host_joins_a_running_job_and_leaves_it(job, undisturbed):
     with job.start(0, hosts=1) as first:
         job.begin(0, 1)
@@ -223,8 +298,8 @@ def test_a_host_joins_a_running_job_and_leaves_it(job, undisturbed):
 def test_a_host_dies_while_it_connects_and_another_while_it_is_given_the_state(job, undisturbed):
     with job.start(0, hosts=1) as first:
         job.begin(0, 1)
-        for step, place in ((20, "connecting"), (25, "hand over")):
-            with job.start(1, hosts=1, die_at=place) as other:
+        for step, place in ((20, "connecting"), (25, "in hand over")):
+            with job.start(1, hosts=1, fault=f"dies {place}") as other:
                 job.want(4, (step,))
                 assert other.wait(timeout=120) == 137
         said = end(first)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
-from paceline.errors import CollectiveTimeout
+from paceline.errors import CollectiveTimeout, GroupError
 from paceline.launch import elastic_job
 from paceline.launch.elastic_job import ElasticJob, current_elastic_job, elastic_variable
 from paceline.launch.generation import Generation, Member
@@ -91,6 +92,17 @@ def test_a_rank_sees_the_newest_generation_and_who_was_lost(page):
     assert [line.split('"')[3] for line in lines] == ["ready", "leaving", "failing"]
     os.close(read_end)
     os.close(write_end)
+
+
+def test_a_rank_ends_when_the_lease_of_its_host_is_over(page):
+    job = ElasticJob(page, -1, member=7, slot=2)
+    job.check_lease()  # on the first host there is none
+    page.words[Word.LEASE_ENDS] = time.monotonic_ns() + 3600 * 10**9
+    job.check_lease()
+    page.words[Word.LEASE_ENDS] = time.monotonic_ns()
+    for ends in (job.check_lease, lambda: job.wait_beyond(0, 60.0)):
+        with pytest.raises(GroupError, match=f"slot 2 ends.*kill -CONT {os.getpid()}"):
+            ends()
 
 
 def test_only_the_rank_itself_has_an_elastic_job(page, monkeypatch):

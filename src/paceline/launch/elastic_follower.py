@@ -143,6 +143,7 @@ class ElasticFollower:
         self._ranks = ElasticRanks(job, self._place, self._page, self._close_private)
         silence_s = welcome["silence_s"]
         self._lease = Lease(silence_s, asked_at)
+        self._show_lease()
         self._silence_s = silence_s
         self._ping_s = min(_LONGEST_PING_S, silence_s / _PINGS_PER_LEASE)
         self._ping_at = asked_at
@@ -291,6 +292,7 @@ class ElasticFollower:
         match message["is"]:
             case "pong":
                 self._lease.answered(message["number"])
+                self._show_lease()
             case "target":
                 self._page.words[Word.TARGET] = message["ranks"]
             case "seat":
@@ -302,6 +304,9 @@ class ElasticFollower:
                 self._page.publish(Generation(message["number"], members, message["reason"]))
             case "say":
                 self._send(Announcement(message["text"]))
+
+    def _show_lease(self) -> None:
+        self._page.words[Word.LEASE_ENDS] = int(1e9 * self._lease.ranks_end_at)
 
     def _start(self, slot: int, member_id: int) -> Forked | None:
         started = self._ranks.start(Member(slot, member_id, self._place.host))

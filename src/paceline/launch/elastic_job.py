@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Mapping
 
-from paceline.errors import CollectiveTimeout
+from paceline.errors import CollectiveTimeout, GroupError
 from paceline.launch.generation import Generation
 from paceline.launch.job_page import JobPage, Word
 from paceline.launch.messages import ELASTIC
@@ -61,15 +61,36 @@ class ElasticJob:
         following = self._page.published(generation.number + 1)
         return following is None or following.generation.members == generation.members
 
+    def check_lease(self) -> None:
+        """Make sure that the job does not go on without the host of this process.
+
+        The fork server of a host ends its ranks when it has lost the first host. One that is
+        stopped cannot, so that they look themselves.
+
+        Raises:
+            GroupError: it may.
+        """
+        ends_ns = self._page.words[Word.LEASE_ENDS]
+        if ends_ns and time.monotonic_ns() >= ends_ns:
+            server = int(self._page.words[Word.SERVER_PID])
+            raise GroupError(
+                f"the rank in slot {self.slot} ends, because the job may have gone on without this "
+                "host: the first host of the job has not been heard for too long by the launcher's "
+                f"fork server here (pid {server}; stopped? then: kill -CONT {server}). Start the "
+                "same command here again to join the job"
+            )
+
     def wait_beyond(self, number: int, timeout_s: float) -> Generation:
         """The newest generation, once there is one newer than `number`.
 
         Raises:
             CollectiveTimeout: there was none in time.
+            GroupError: the job may have gone on without this host.
         """
         deadline = time.monotonic() + timeout_s
         pause_s = _SHORTEST_PAUSE_S
         while self.latest() <= number:
+            self.check_lease()
             if time.monotonic() >= deadline:
                 raise CollectiveTimeout(
                     f"the rank in slot {self.slot} has waited {timeout_s:g} s for a generation "

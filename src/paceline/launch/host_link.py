@@ -9,7 +9,8 @@ A host may run ranks of the job only while it has a *lease*. It sends pings, the
 each, and an answer is good for `length_s` seconds from the moment at which its ping was *sent*. The
 first host counts the same length from the moment at which it *received* that ping, which is never
 earlier. So when it takes a silent host for lost, that host has ended its ranks already, though no
-message passes between them any more: nothing of theirs can reach the generation that follows.
+message passes between them any more: nothing of theirs can reach the generation that follows. If
+its fork server is stopped, the ranks look at the lease themselves (`ElasticJob.check_lease`).
 """
 
 from __future__ import annotations
@@ -102,10 +103,17 @@ class Lease:
     """How long a host may run its ranks without an answer; see the module's description."""
 
     def __init__(self, length_s: float, now: float) -> None:
-        self._length_s = length_s
+        self._length_s, self._margin_s = length_s, (MARGIN - 1) / 2 * length_s
         self._sent: dict[int, float] = {}  # the pings that have no answer yet
         self._pings = 0
         self.ends_at = now + length_s
+
+    @property
+    def ranks_end_at(self) -> float:
+        """When ranks have to end by themselves: soon after the fork server should have ended them,
+        and before the first host goes on.
+        """
+        return self.ends_at + self._margin_s
 
     def ping(self, now: float) -> int:
         """The number of a ping that is sent now."""

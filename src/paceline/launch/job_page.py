@@ -33,7 +33,7 @@ from paceline.launch.generation import Generation, Member
 __all__ = ["JobPage", "PublishedGeneration", "Word", "find_job_page_below", "find_job_pages"]
 
 _MEMFD_NAME = "paceline-job"
-_MAGIC = 0x7061_6365_0E02  # changes with the layout
+_MAGIC = 0x7061_6365_0E03  # changes with the layout
 _JOB_AT, _JOB_BYTES = 256, 64
 _SLOTS_AT = 512
 _SLOT_WORDS = 3
@@ -55,6 +55,7 @@ class Word(enum.IntEnum):
     SERVER_PID = 6
     REQUESTS_FD = 7  # the write end of the requests pipe, in the fork server
     SLOTS = 8  # how many there are: on several hosts more than ranks
+    LEASE_ENDS = 9  # until when ranks of this host may train (CLOCK_MONOTONIC, ns); 0: always
 
 
 @dataclasses.dataclass(frozen=True)

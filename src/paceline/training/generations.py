@@ -174,6 +174,7 @@ class Generations:
         return True
 
     def _own_note(self) -> Note:
+        self._group.job.check_lease()
         asked = self._signals.asked
         if asked.stop and not self._group.job.is_ending():
             # This rank alone: the others go on without it.
