@@ -77,9 +77,11 @@ class Worker:
         """This node's identity and address, and a free port for rank 0 to serve the store."""
         import ray
 
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port: int = probe.getsockname()[1]
+        # Bound as long as this actor lives, so that the system gives the port to nobody else.
+        self._reservation = socket.socket()
+        self._reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._reservation.bind(("", 0))
+        port: int = self._reservation.getsockname()[1]
         ray_api: Any = ray  # Ray's annotations are partial
         return ray_api.get_runtime_context().get_node_id(), ray_api.util.get_node_ip_address(), port
 

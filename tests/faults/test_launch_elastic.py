@@ -11,7 +11,6 @@ import json
 import os
 import re
 import signal
-import socket
 import time
 
 import pytest
@@ -20,7 +19,13 @@ from paceline._linux import is_running
 from paceline.cli.chaos import _step_of, plan_faults
 from paceline.cli.main import main
 from paceline.launch.job_page import JobPage, find_job_pages
-from tests.harness.launched import launched, run_command, wait_for_files, write_script
+from tests.harness.launched import (
+    launched,
+    reserved_port,
+    run_command,
+    wait_for_files,
+    write_script,
+)
 
 MEMBER = """
     import os, pathlib, signal, sys, time
@@ -366,9 +371,6 @@ def test_a_script_without_training_runs_as_elsewhere(tmp_path):
 @pytest.fixture
 def start(tmp_path):
     """Starts a launcher of two ranks, that of the first host or another."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
 
     def start_host(step="pass", *, node_rank, hosts=2, elastic="1:4"):
         options = (
@@ -379,7 +381,8 @@ def start(tmp_path):
         )
         return launched(_command(tmp_path, step, elastic=elastic, options=options))
 
-    return start_host
+    with reserved_port() as port:
+        yield start_host
 
 
 def _wait_for_members(folder, slots):

@@ -8,7 +8,6 @@ import contextlib
 import os
 import pty
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,13 @@ import time
 import pytest
 
 from paceline._linux import read_stat
-from tests.harness.launched import launched, run_command, wait_for_files, write_script
+from tests.harness.launched import (
+    launched,
+    reserved_port,
+    run_command,
+    wait_for_files,
+    write_script,
+)
 
 
 def _run(script, *arguments, **options):
@@ -233,9 +238,9 @@ def test_ctrl_c_on_a_node_that_waits_for_another_one(tmp_path):
             time.sleep(0.05)
         """,
     )
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{probe.getsockname()[1]}")
     with contextlib.ExitStack() as stack:
+        port = stack.enter_context(reserved_port())
+        place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}")
         nodes = [
             stack.enter_context(
                 launched(

@@ -7,6 +7,7 @@ import dataclasses
 import os
 import pathlib
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -131,6 +132,17 @@ def _restore_signals() -> None:
     """Undo what `nohup`, or a script's background, made the tests ignore and pass on."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port for servers of the test. Bound meanwhile, so that the system gives it to nobody else;
+    servers that allow the address to be reused, as all do, may listen on it.
+    """
+    with socket.socket() as reservation:
+        reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reservation.bind(("127.0.0.1", 0))
+        yield reservation.getsockname()[1]
 
 
 def wait_for_files(*paths: pathlib.Path, timeout: float = 60.0) -> None:

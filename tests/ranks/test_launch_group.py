@@ -14,15 +14,15 @@ import pytest
 import paceline
 from paceline.errors import CollectiveTimeout, ConfigError
 from tests.harness import init_group, run_ranks
-from tests.harness.launched import wait_for_files
+from tests.harness.launched import reserved_port, wait_for_files
 
 BACKENDS = pytest.mark.parametrize("backend", ["paceline", "gloo"])
 
 
 @pytest.fixture
 def port():
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return probe.getsockname()[1]
+    with reserved_port() as port:
+        yield port
 
 
 def _become(variables):

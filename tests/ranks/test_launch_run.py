@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import threading
 
 import pytest
 
-from tests.harness.launched import launched, run_command, wait_for_files, write_script
+from tests.harness.launched import (
+    launched,
+    reserved_port,
+    run_command,
+    wait_for_files,
+    write_script,
+)
 
 TORCH = "--preload=torch"
 
@@ -162,8 +167,6 @@ def test_two_jobs_at_once(tmp_path):
 def test_two_hosts_meet_through_torch_s_rendezvous(tmp_path, kind):
     """Two launchers on this machine: two ranks on one, one on the other."""
     script = write_script(tmp_path, MEET)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
     jobs = []
 
     def node(rank, ranks):
@@ -172,10 +175,11 @@ def test_two_hosts_meet_through_torch_s_rendezvous(tmp_path, kind):
         jobs.append(_run(run_command(script, "gloo", ranks=ranks, options=(TORCH, *place, *which))))
 
     threads = [threading.Thread(target=node, args=pair) for pair in ((0, 2), (1, 1))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with reserved_port() as port:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     lines = sorted(
         (line.split() for job in jobs for line in _by_rank(job)), key=lambda line: line[1]
     )
