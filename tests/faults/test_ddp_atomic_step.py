@@ -16,13 +16,13 @@ import torch.distributed as dist
 import paceline
 from tests.harness import init_group, run_ranks
 
-WITHIN_S = 5.0  # generous: the machine may be loaded
+WITHIN_S = 20.0  # far from the group's limit, however busy the machine is
 
 
 @pytest.fixture(params=["gloo", "paceline"])
 def ranks(request):
     """`run_ranks` on sockets and on shared memory."""
-    return functools.partial(run_ranks, env={"BACKEND": request.param}, timeout=40)
+    return functools.partial(run_ranks, env={"BACKEND": request.param}, timeout=90)
 
 
 def join_group():
