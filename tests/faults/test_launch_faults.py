@@ -61,16 +61,19 @@ def test_the_first_in_time_is_named_although_it_ends_last(tmp_path):
     script = write_script(
         tmp_path,
         """
-        import atexit, os, signal, time
+        import atexit, os, pathlib, signal, sys, time
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        is_failing = pathlib.Path(sys.argv[1], "failing")
         if os.environ["RANK"] == "0":
             atexit.register(time.sleep, 1.0)   # for example the group's clean-up
+            atexit.register(is_failing.touch)  # first: the error is known by then
             raise KeyError("the cause")
-        time.sleep(0.3)
+        while not is_failing.exists():
+            time.sleep(0.01)
         raise ConnectionError("peer closed the connection")
         """,
     )
-    code, job = _run(script)
+    code, job = _run(script, str(tmp_path))
     assert code == 1
     assert "rank 0" in job.last_line
     assert "KeyError: 'the cause'" in job.last_line
@@ -312,9 +315,9 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
     script = write_script(tmp_path, STUBBORN)
     with launched(run_command(script, str(tmp_path), options=("--grace=300",))) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
-        os.kill(job.process.pid, signal.SIGINT)
-        time.sleep(0.3)
-        os.kill(job.process.pid, signal.SIGINT)
+        while job.process.poll() is None:  # two at once count as one
+            os.kill(job.process.pid, signal.SIGINT)
+            time.sleep(0.3)
         assert job.wait() == 130
         assert job.left_after(0.0) == []
 
