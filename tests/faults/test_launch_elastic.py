@@ -555,10 +555,14 @@ def test_chaos_strikes_and_compares_every_step(tmp_path, capsys, wrong_from):
     assert code == (1 if wrong_from < 150 else 0), f"{shown}\n{log}"
     assert "150 steps in" in shown.out
     assert "killed (SIGKILL)" in shown.out
+    assert re.search(r"^  rank \d .* at step \d+: ", shown.out, re.MULTILINE)  # as it happens
     if code:
         assert "step 120 is the first that differs, in 1:\n  weight: 120 and wrong" in shown.out
     else:
         assert "the same bits in 150 of 150 steps" in shown.out
+        hashes = re.findall(r"the state after step 150, \w+: +([0-9a-f]{64})", shown.out)
+        assert len(hashes) == 2
+        assert len(set(hashes)) == 1
 
 
 def test_chaos_does_not_count_the_steps_of_ranks_that_are_gone():

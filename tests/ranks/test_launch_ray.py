@@ -163,7 +163,8 @@ NODES = """
     from ray.cluster_utils import Cluster
 
     folder = pathlib.Path(sys.argv[1])
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+    head = {"num_cpus": 0, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     (folder / "address").write_text(cluster.address)
     ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
 

@@ -13,6 +13,8 @@ import collections
 import contextlib
 import dataclasses
 import enum
+import hashlib
+import json
 import os
 import pathlib
 import random
@@ -22,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from paceline.cli.scale import send_scale_request
 from paceline.diagnostics.digest_log import Digests, differing_names, read_digests
@@ -34,6 +36,7 @@ __all__ = ["PlannedFault", "add_arguments", "plan_faults", "run"]
 _DIGESTS = "PACELINE_DIGESTS"
 _POLL_S = 0.002
 _SHOWN = 5
+_FROM_LAUNCHER = "paceline: "
 _TAIL_LINES = 30
 # What is left of the last steps: a rank that ends there has nobody left to hand its work to.
 _STRUCK_PART = 0.95
@@ -126,8 +129,9 @@ def run(options: argparse.Namespace) -> int:
         step_s = undisturbed.seconds / len(expected)
         elastic = [f"--elastic={options.elastic}", f"--max-restarts={10 * len(faults) + 10}"]
         with disturbed.running([*elastic, *common, "--", *script]) as process:
-            adversary = _Adversary(process, faults, step_s, options.patience)
+            adversary = _Adversary(process, faults, step_s, options.patience, disturbed.show_events)
             adversary.strike_until_over()
+        disturbed.show_events()
         print(f"  {disturbed.seconds:.1f} s\n{adversary.table()}")
         return _compare(expected, disturbed.digests())
 
@@ -142,6 +146,7 @@ class _Trial:
         self._output, self._digests = folder / f"{name}.log", folder / f"{name}.digests"
         self._digests.unlink(missing_ok=True)
         self._variables = {**(variables or {}), _DIGESTS: str(self._digests.resolve())}
+        self._shown_bytes = 0
         self.seconds = 0.0
 
     def run(self, arguments: Sequence[str]) -> None:
@@ -173,6 +178,17 @@ class _Trial:
                 + "\n".join(lines)
             )
 
+    def show_events(self) -> None:
+        """Print what the launcher has told of its ranks since the last call."""
+        with self._output.open("rb") as output:
+            output.seek(self._shown_bytes)
+            unread = output.read()
+        whole = unread[: unread.rfind(b"\n") + 1]
+        self._shown_bytes += len(whole)
+        for line in whole.decode(errors="replace").splitlines():
+            if line.startswith(_FROM_LAUNCHER):
+                print(f"  {line.removeprefix(_FROM_LAUNCHER)}", flush=True)
+
     def digests(self) -> list[tuple[int, Digests]]:
         if not self._digests.exists():
             raise ConfigError(
@@ -201,8 +217,10 @@ class _Adversary:
         faults: Sequence[PlannedFault],
         step_s: float,
         patience_s: float,
+        show_events: Callable[[], None],
     ) -> None:
         self._process = process
+        self._show_events = show_events
         self._planned = collections.deque(faults)
         self._step_s = step_s
         self._patience_s = patience_s
@@ -236,6 +254,7 @@ class _Adversary:
                     self._note_restart(reached)
                 step, since = reached, now
                 self._note_progress(step, now)
+                self._show_events()
             elif now - since > self._patience_s:
                 raise PacelineError(
                     f"the disturbed run completed no step for {self._patience_s:g} s after step "
@@ -323,5 +342,13 @@ def _compare(expected: dict[int, Digests], found: list[tuple[int, Digests]]) -> 
     if last not in steps:
         print(f"the disturbed run ended at step {max(steps)}, the undisturbed one at {last}")
         return 1
-    print(f"the same bits in {len(steps)} of {len(expected)} steps, and after the last")
+    after_last = dict(found)[last]
+    print(f"the state after step {last}, undisturbed: {_sha256(expected[last])}")
+    print(f"the state after step {last}, disturbed:   {_sha256(after_last)}")
+    print(f"the same bits in {len(steps)} of {len(expected)} steps")
     return 0
+
+
+def _sha256(digests: Digests) -> str:
+    """One number for all parameters, buffers and states."""
+    return hashlib.sha256(json.dumps(sorted(digests.items())).encode()).hexdigest()
