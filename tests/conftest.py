@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sysconfig
 from collections.abc import Iterator
 
@@ -22,6 +23,11 @@ hypothesis.settings.load_profile("paceline")
 _SCRIPTS = sysconfig.get_path("scripts")
 if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
     os.environ["PATH"] = os.pathsep.join([_SCRIPTS, os.environ["PATH"]])
+
+
+# A shell lets what it starts in its background ignore Ctrl-C, and so would all that tests start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
