@@ -23,7 +23,7 @@ _TOLERATED_VARIABLES = (
 )
 _SHM = pathlib.Path("/dev/shm")
 _PR_GET_CHILD_SUBREAPER = 37
-GRACE_S = 2.0
+GRACE_S = 10.0  # what a killed program leaves is cleaned up by another, when that gets to run
 
 
 def snapshot() -> dict[str, set[str]]:
