@@ -35,6 +35,8 @@ from paceline.telemetry.status_page import (
     Field,
     Phase,
     WaitLabel,
+    new_page,
+    read_and_close,
 )
 from paceline.telemetry.variables import stall_after_s
 
@@ -324,3 +326,54 @@ def test_the_stall_limit(text, seconds):
 def test_an_invalid_stall_limit_is_refused(text):
     with pytest.raises(ConfigError, match="PACELINE_STALL_AFTER"):
         stall_after_s(text)
+
+
+# -- what is left when a rank is gone --------------------------------------------------------------
+
+
+def test_time_before_the_first_phase_of_a_step_is_not_part_of_the_training(recorder):
+    with recorder.waiting(WaitLabel("barrier", "g", 1).packed(), 1):
+        time.sleep(0.02)
+    recorder.phase(Phase.OTHER)
+    assert read_page(os.getpid()).training_since_ns == 0
+    before = time.monotonic_ns()
+    recorder.phase(Phase.LOADER)
+    time.sleep(0.01)
+    recorder.phase(Phase.BACKWARD)
+    recorder.phase(Phase.OTHER)
+    page = read_page(os.getpid())
+    assert before <= page.training_since_ns <= page.last_step_ns <= time.monotonic_ns()
+    assert (page.spent_ns[Phase.STARTING], page.spent_ns[Phase.SYNCHRONISE]) == (0, 0)
+    assert page.spent_ns[Phase.LOADER] >= 0.01e9
+    assert page.sync_points[0].spent_ns[Phase.SYNCHRONISE] >= 0.02e9  # of the whole life
+
+
+def test_samples_and_steps_add_up(recorder):
+    recorder.add_samples(8)
+    recorder.add_samples(4)
+    recorder.scalars(0.5, 24)
+    for step in (501, 502):
+        recorder.reach_step(step, 16)
+        recorder.scalars(0.5, 16)  # of the same samples
+    page = read_page(os.getpid())
+    assert (page.samples, page.reported_samples) == (12, 56)
+    assert (page.steps_before, page.reached_step) == (500, 502)
+
+
+def test_an_inherited_page_outlives_the_rank_and_is_no_page_of_one_that_has_left():
+    kept = new_page()
+    recorder = Recorder()
+    inherited = os.dup(kept)
+    recorder.inherit_page(inherited)
+    recorder.open_page(job=JOB, rank=0, world=1)
+    recorder.add_samples(3)
+    assert read_page(os.getpid()).samples == 3
+    recorder.close_page()
+    assert read_page(os.getpid()) is None
+    recorder.add_samples(4)  # in private
+    recorder.open_page(job=JOB, rank=0, world=1)  # the same memory again
+    assert read_page(os.getpid()).samples == 7
+    recorder.close_page()
+    os.close(inherited)
+    page = parse_page(read_and_close(kept))
+    assert (page.samples, page.has_left) == (7, True)

@@ -18,6 +18,7 @@ import weakref
 from typing import NamedTuple
 
 from paceline.data.shares import Share
+from paceline.telemetry.recorder import recorder
 
 __all__ = ["BatchSource", "ReceivedBatch", "weight_of_input"]
 
@@ -79,6 +80,8 @@ class BatchSource:
 
     def ask(self) -> set[ReceivedBatch]:
         """A forward asks which batches it may be of."""
+        if not self._asked and not self.keeps_all and self._last is not None:
+            recorder.add_samples(self._last.samples)
         self._asked = self._asked_in_pass = True
         return self.batches
 

@@ -16,7 +16,7 @@ import dataclasses
 import os
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from paceline._linux import lock_byte, open_memory_of, own_processes
 from paceline.telemetry.status_page import (
@@ -25,8 +25,14 @@ from paceline.telemetry.status_page import (
     JOB_BYTES,
     MEMFD_NAME,
     NO_BUCKET,
+    OPTIMIZER_AT,
+    OPTIMIZER_BYTES,
     PAGE_BYTES,
     PAGE_MAGIC,
+    PHASE_TIMES,
+    PHASE_TIMES_AT,
+    PHASE_TIMES_BEFORE_AT,
+    PHASES,
     SCRIPT_AT,
     SCRIPT_BYTES,
     SYNC_POINT,
@@ -123,6 +129,15 @@ class StatusPage:
     concluded_forwards: int = 0
     watched_at_ns: int = 0
     calls_of_kind: int = 0
+    has_left: bool = False
+    training_since_ns: int = 0
+    last_step_ns: int = 0
+    samples: int = 0
+    reported_samples: int = 0
+    reached_step: int = 0
+    steps_before: int = 0
+    spent_ns: tuple[int, ...] = (0,) * len(PHASES)  # by phase, since training began
+    optimizer: str = ""
     sync_points: tuple[SyncPoint, ...] = ()
 
     @property
@@ -168,7 +183,7 @@ def _opened_page(pid: int, mode: int = os.O_RDONLY) -> Iterator[tuple[int, Statu
         try:
             page = parse_page(_consistent_copy(descriptor))
             # A child that was forked from a rank may still hold its parent's page.
-            if page is not None and page.pid == pid:
+            if page is not None and page.pid == pid and not page.has_left:
                 yield descriptor, page
                 return
         finally:
@@ -237,6 +252,18 @@ def parse_page(copy: bytes) -> StatusPage | None:
         concluded_forwards=values[Field.CONCLUDED_FORWARDS],
         watched_at_ns=values[Field.WATCHED_AT],
         calls_of_kind=values[Field.CALLS_OF_KIND],
+        has_left=values[Field.HAS_LEFT] != 0,
+        training_since_ns=values[Field.TRAINING_SINCE],
+        last_step_ns=values[Field.LAST_STEP],
+        samples=values[Field.SAMPLES],
+        reported_samples=values[Field.REPORTED_SAMPLES],
+        reached_step=values[Field.REACHED_STEP],
+        steps_before=values[Field.STEPS_BEFORE],
+        spent_ns=_difference(
+            PHASE_TIMES.unpack_from(copy, PHASE_TIMES_AT),
+            PHASE_TIMES.unpack_from(copy, PHASE_TIMES_BEFORE_AT),
+        ),
+        optimizer=_text(copy, OPTIMIZER_AT, OPTIMIZER_BYTES),
         sync_points=tuple(_sync_points(copy, values[Field.SYNC_POINTS])),
     )
 
@@ -264,6 +291,15 @@ def _call(copy: bytes, values: dict[Field, int]) -> Call | None:
 
 
 def _sync_points(copy: bytes, count: int) -> Iterator[SyncPoint]:
-    for index in range(max(0, count - SYNC_POINTS_KEPT), count):
-        group, number, arrived, left, *spent = SYNC_POINT.unpack_from(copy, sync_point_at(index))
-        yield SyncPoint(group, number, arrived, left, tuple(spent))
+    """Times are on the page until each sync point; what is wanted is since the one before."""
+    first = max(0, count - SYNC_POINTS_KEPT)
+    before = [0] * len(PHASES)
+    for index in range(first, count):
+        group, number, arrived, left, *until = SYNC_POINT.unpack_from(copy, sync_point_at(index))
+        if index > first or first == 0:
+            yield SyncPoint(group, number, arrived, left, _difference(until, before))
+        before = until
+
+
+def _difference(after: Sequence[int], before: Sequence[int]) -> tuple[int, ...]:
+    return tuple(later - earlier for later, earlier in zip(after, before, strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import sys
 import time
@@ -12,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from paceline.diagnostics.optimizer_facts import facts_of
+from paceline.diagnostics.optimizer_facts import OptimizerFacts, facts_of
 from paceline.telemetry.collective_recorder import CollectiveRecorder
 from paceline.telemetry.recorder import recorder
 from paceline.telemetry.status_page import Field, Phase
@@ -49,6 +50,26 @@ class _TorchHooks:
         self._optimizers = ()
 
 
+class _MentionedOptimizer:
+    """The one on the status page: the largest of those that torch steps with its loop."""
+
+    def __init__(self) -> None:
+        self._largest: OptimizerFacts | None = None
+        self._count = 0
+
+    def describe(self, facts: OptimizerFacts) -> None:
+        self._count += 1
+        is_larger = self._largest is None or facts.elements > self._largest.elements
+        if facts.code.could_be_fused and is_larger:
+            self._largest = facts
+        if self._largest is not None:
+            content = {"is_only_one": self._count == 1, "facts": self._largest.dump()}
+            recorder.page.write_optimizer(json.dumps(content).encode())
+
+
+_NOT_DESCRIBED = object()
+
+
 def _hook_optimizers() -> tuple[RemovableHandle, ...]:
     from torch.optim.optimizer import (
         Optimizer,
@@ -57,16 +78,20 @@ def _hook_optimizers() -> tuple[RemovableHandle, ...]:
     )
 
     stepping, other = int(Phase.OPTIMIZER), int(Phase.OTHER)
-    # In which trace each is described already.
-    described: weakref.WeakKeyDictionary[Optimizer, TraceWriter] = weakref.WeakKeyDictionary()
+    # Those that were described already, on the page and in which trace.
+    described: weakref.WeakKeyDictionary[Optimizer, TraceWriter | None]
+    described = weakref.WeakKeyDictionary()
+    mentioned = _MentionedOptimizer()
 
     def before(optimizer: Optimizer, *_: object) -> None:
         recorder.phase(stepping)
         trace = recorder.trace
-        if trace is not None and described.get(optimizer) is not trace:
+        if described.get(optimizer, _NOT_DESCRIBED) is not trace:
             described[optimizer] = trace
             if (facts := facts_of(optimizer)) is not None:
-                trace.add_optimizer(facts.dump())
+                mentioned.describe(facts)
+                if trace is not None:
+                    trace.add_optimizer(facts.dump())
 
     def after(*_: object) -> None:
         recorder.phase(other, again=True)
@@ -86,8 +111,12 @@ class _Session:
 _session = _Session()
 
 
-def begin(rank: int, world: int, *, job: str | None = None) -> None:
-    """Start to observe a process that knows its rank; trace it if the environment asks for that."""
+def begin(rank: int, world: int, *, job: str | None = None, page_fd: int | None = None) -> None:
+    """Start to observe a process that knows its rank; trace it if the environment asks for that.
+    `page_fd` is a status page that its launcher has made for it.
+    """
+    if page_fd is not None:
+        recorder.inherit_page(page_fd)
     recorder.open_page(
         job=job or os.environ.get(RUN_ID) or uuid.uuid4().hex, rank=rank, world=world
     )

@@ -36,6 +36,7 @@ from paceline.launch.job_page import JobPage, Word
 from paceline.launch.membership import Verdict
 from paceline.launch.messages import (
     Announcement,
+    GenerationBegan,
     Job,
     JobPlaced,
     MemberStarted,
@@ -302,6 +303,7 @@ class ElasticFollower:
             case "publish":
                 members = tuple(Member(*each) for each in message["members"])
                 self._page.publish(Generation(message["number"], members, message["reason"]))
+                self._send(GenerationBegan(message["number"]))
             case "say":
                 self._send(Announcement(message["text"]))
 
@@ -319,15 +321,15 @@ class ElasticFollower:
     def _note_verdict(self, message: LinkMessage) -> None:
         """The first host has decided what the end of a rank means."""
         slot, exitcode = message["slot"], message["exitcode"]
-        verdict, now = Verdict[message["verdict"]], time.monotonic()
+        verdict, page = Verdict[message["verdict"]], self._ranks.last_page(message["pid"])
         rank = self._ranks.local_rank(slot)
         if verdict is Verdict.LOST:
             end_what_it_started(message["pid"])
         if verdict is Verdict.LEFT and self._is_leaving:
             # Nobody follows it here: it has done its part.
-            self._send(RankEnd(rank, exitcode, now))
+            self._send(RankEnd(rank, exitcode, time.monotonic(), page))
             return
-        for each in messages_of_end(rank, slot, exitcode, verdict, now):
+        for each in messages_of_end(rank, slot, exitcode, verdict, page):
             self._send(each)
 
     def _end(self, message: LinkMessage) -> None:

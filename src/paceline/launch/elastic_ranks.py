@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ from paceline.launch.rank_process import (
     become_rank,
     role_variables,
 )
+from paceline.telemetry.status_page import new_page, read_and_close
 from paceline.telemetry.variables import RUN_ID
 
 __all__ = [
@@ -71,6 +73,7 @@ class Forked:
 
     member: Member
     role_fd: int
+    page_fd: int  # its status page
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +109,7 @@ class ElasticRanks:
         self._server = os.getpid()
         self._running: dict[int, Member] = {}  # by pid
         self._pids: dict[int, int] = {}  # by the id of the member
+        self._status_pages: dict[int, int] = {}  # their descriptors, by pid
         self.requests_fd, self._requests_write = os.pipe()
         os.set_blocking(self.requests_fd, False)
         self._unfinished_line = b""
@@ -121,6 +125,7 @@ class ElasticRanks:
         """Fork a rank and send it its role. Returns the pid, and in the rank what it needs."""
         try:
             role_read, role_write = os.pipe()
+            page_fd = new_page()
             pid = os.fork()
         except OSError as error:
             raise CannotStart(
@@ -128,9 +133,10 @@ class ElasticRanks:
             ) from None
         if pid == 0:
             os.close(role_write)
-            return Forked(member, role_read)
+            return Forked(member, role_read, page_fd)
         os.close(role_read)
         self._running[pid] = member
+        self._status_pages[pid] = page_fd
         self._pids[member.id] = pid
         self._page.seat(member.slot, member.id, pid)
         with contextlib.suppress(BrokenPipeError):  # it was killed before it began
@@ -166,11 +172,14 @@ class ElasticRanks:
         os.setpgid(0, 0)
         self.close_in_child()
         kept = (self._page.descriptor, self._requests_write)
-        return become_rank(self._job, self.local_rank(forked.member.slot), forked.role_fd, kept)
+        rank = self.local_rank(forked.member.slot)
+        return become_rank(self._job, rank, forked.role_fd, forked.page_fd, kept)
 
     def close_in_child(self) -> None:
         """A copy of a descriptor would hide its end from the other side."""
         os.close(self.requests_fd)
+        for descriptor in self._status_pages.values():
+            os.close(descriptor)
         self._close_private()
 
     # -- signals -----------------------------------------------------------------------------------
@@ -233,6 +242,10 @@ class ElasticRanks:
         del self._running[change.pid], self._pids[change.member.id]
         self._page.vacate(change.member.slot)
 
+    def last_page(self, pid: int) -> bytes:
+        """What the status page of a rank showed when it ended; only once."""
+        return read_and_close(self._status_pages.pop(pid))
+
 
 def end_what_it_started(pid: int) -> None:
     """What a lost rank has started, such as loader workers, has lost its purpose. Not SIGKILL:
@@ -243,12 +256,13 @@ def end_what_it_started(pid: int) -> None:
 
 
 def messages_of_end(
-    rank: int, slot: int, exitcode: int, verdict: Verdict, now: float
+    rank: int, slot: int, exitcode: int, verdict: Verdict, page: bytes
 ) -> list[ServerMessage]:
     """What the launcher is told about the end of a rank."""
+    now = time.monotonic()
     if verdict in {Verdict.LOST, Verdict.LEFT}:
-        return [MemberLost(rank, exitcode, now)]
-    messages: list[ServerMessage] = [RankEnd(rank, exitcode, now)]
+        return [MemberLost(rank, exitcode, now, page)]
+    messages: list[ServerMessage] = [RankEnd(rank, exitcode, now, page)]
     if verdict is Verdict.FATAL and exitcode == 0:
         messages.append(StartFailure(f"rank {slot} ended before it took part"))
     return messages

@@ -58,6 +58,7 @@ from paceline.launch.membership import (
 )
 from paceline.launch.messages import (
     Announcement,
+    GenerationBegan,
     Job,
     JobPlaced,
     MemberStarted,
@@ -258,6 +259,7 @@ class ElasticServer:
                     self._signal(order.member_id, signal.SIGKILL)
                 case Publish():
                     self._page.publish(order.generation)
+                    self._send(GenerationBegan(order.generation.number))
                     self._hosts.tell("publish", None, **_as_message(order.generation))
                 case EndJob():
                     self._end_because_of(order.member_id)
@@ -373,8 +375,8 @@ class ElasticServer:
             if verdict is Verdict.LOST:
                 end_what_it_started(change.pid)
             slot = change.member.slot
-            local_rank = self._ranks.local_rank(slot)
-            for message in messages_of_end(local_rank, slot, exitcode, verdict, now):
+            local_rank, page = self._ranks.local_rank(slot), self._ranks.last_page(change.pid)
+            for message in messages_of_end(local_rank, slot, exitcode, verdict, page):
                 self._send(message)
 
     def _judge_end(self, member: Member, exitcode: int, now: float) -> Verdict:

@@ -59,6 +59,7 @@ from paceline.launch.rank_process import (
     wake_on_child_change,
 )
 from paceline.launch.reaper import fork_below_reaper
+from paceline.telemetry.status_page import new_page, read_and_close
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler
@@ -105,7 +106,7 @@ def main(control_fd: int) -> int:
         _report_failure(control, str(error), error.exitcode)
         return 1
     if isinstance(started, ThisRank):
-        return rank_main.run(started.role_fd, started.report_fd)
+        return rank_main.run(*dataclasses.astuple(started))
     return _Server(job, control, started).serve()
 
 
@@ -120,7 +121,7 @@ def _run_elastic(job: Job, control: Connection) -> int:
     else:
         ended = ElasticServer(job, control, listener).serve()
     if isinstance(ended, ThisRank):
-        return rank_main.run(ended.role_fd, ended.report_fd)
+        return rank_main.run(*dataclasses.astuple(ended))
     return ended
 
 
@@ -189,6 +190,7 @@ class _Child:
 
     pid: int
     role_fd: int
+    page_fd: int  # its status page
 
 
 def _start_ranks(job: Job, control: Connection) -> ThisRank | list[_Child]:
@@ -197,6 +199,7 @@ def _start_ranks(job: Job, control: Connection) -> ThisRank | list[_Child]:
     for rank in range(job.ranks):
         try:
             role_read, role_write = os.pipe()
+            page_fd = new_page()
             pid = os.fork()
         except OSError as error:
             # Those that were forked end with this process.
@@ -211,10 +214,11 @@ def _start_ranks(job: Job, control: Connection) -> ThisRank | list[_Child]:
             control.close()
             for child in children:
                 os.close(child.role_fd)
+                os.close(child.page_fd)
             os.close(role_write)
-            return become_rank(job, rank, role_read)
+            return become_rank(job, rank, role_read, page_fd)
         os.close(role_read)
-        children.append(_Child(pid, role_write))
+        children.append(_Child(pid, role_write, page_fd))
     # Only the ranks write to these: the launcher sees the end of a pipe when its rank is gone.
     for pipes in job.pipes:
         for descriptor in pipes.all():
@@ -324,7 +328,8 @@ class _Server:
                 if code != 0 and not self._failed:
                     self._failed = True
                     nodes.publish_failure(rank, code)
-                self._send(RankEnd(rank, code, time.monotonic()))
+                page = read_and_close(self._children[rank].page_fd)
+                self._send(RankEnd(rank, code, time.monotonic(), page))
 
     def _kill_ranks(self) -> None:
         """Ranks first, so that helpers which clean up after their parent get to do so."""

@@ -2,8 +2,8 @@
 
 launcher -> fork server   Job, then Signals
 fork server -> launcher   Started, JobPlaced, a RankEnd for each rank; StartFailure instead or
-                          in between; in an elastic job also MemberStarted, MemberLost, RankFailing,
-                          StopRequested and Announcement
+                          in between; in an elastic job also MemberStarted, MemberLost,
+                          GenerationBegan, RankFailing, StopRequested and Announcement
 rank -> launcher          a Report, over a pipe of its own
 """
 
@@ -29,6 +29,7 @@ __all__ = [
     "StartFailure",
     "MemberStarted",
     "MemberLost",
+    "GenerationBegan",
     "RankFailing",
     "StopRequested",
     "Announcement",
@@ -166,11 +167,14 @@ class JobPlaced:
 
 @dataclasses.dataclass(frozen=True)
 class RankEnd:
-    """From the fork server: a rank's process ended. `exitcode` is negative for a signal."""
+    """From the fork server: a rank's process ended. `exitcode` is negative for a signal. `page` is
+    a copy of its status page.
+    """
 
     rank: int
     exitcode: int
     when: float
+    page: bytes = b""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +195,21 @@ class MemberStarted:
 
 @dataclasses.dataclass(frozen=True)
 class MemberLost:
-    """From the fork server of an elastic job: a rank's process ended, and the job goes on."""
+    """From the fork server of an elastic job: a rank's process ended, and the job goes on. `page`
+    is a copy of its status page.
+    """
 
     rank: int
     exitcode: int
     when: float
+    page: bytes = b""
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationBegan:
+    """From the fork server of an elastic job: other ranks than before belong to it."""
+
+    number: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,7 +245,9 @@ class Signal:
     skip: int | None = None
 
 
-ElasticMessage = MemberStarted | MemberLost | RankFailing | StopRequested | Announcement
+ElasticMessage = (
+    MemberStarted | MemberLost | GenerationBegan | RankFailing | StopRequested | Announcement
+)
 ServerMessage = Started | JobPlaced | RankEnd | StartFailure | ElasticMessage
 
 

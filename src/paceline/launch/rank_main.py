@@ -37,14 +37,14 @@ class Role:
     variables: Mapping[str, str]
 
 
-def main(role_fd: int, report_fd: int) -> int:
+def main(role_fd: int, report_fd: int, page_fd: int) -> int:
     """A rank in an interpreter of its own (`--start-method spawn`)."""
-    for descriptor in (role_fd, report_fd):
+    for descriptor in (role_fd, report_fd, page_fd):
         os.set_inheritable(descriptor, False)
-    return run(role_fd, report_fd)
+    return run(role_fd, report_fd, page_fd)
 
 
-def run(role_fd: int, report_fd: int) -> int:
+def run(role_fd: int, report_fd: int, page_fd: int) -> int:
     """Wait for the role, do the work, report; returns the exit code of this process."""
     role = _receive_role(role_fd)
     os.close(role_fd)
@@ -54,7 +54,7 @@ def run(role_fd: int, report_fd: int) -> int:
     _separate_from_image(role.variables)
     env = find_rank_env(role.variables)
     try:
-        session.begin(env.rank, env.world_size)
+        session.begin(env.rank, env.world_size, page_fd=page_fd)
         if isinstance(role.work, Function):
             _call(role.work, report_fd)
         else:

@@ -40,6 +40,7 @@ class ThisRank:
 
     role_fd: int
     report_fd: int
+    page_fd: int  # its status page
 
 
 def inherited_descriptors(job: Job) -> Iterable[int]:
@@ -50,7 +51,9 @@ def inherited_descriptors(job: Job) -> Iterable[int]:
         yield job.rendezvous.listen_fd
 
 
-def become_rank(job: Job, rank: int, role_fd: int, kept: tuple[int, ...] = ()) -> ThisRank:
+def become_rank(
+    job: Job, rank: int, role_fd: int, page_fd: int, kept: tuple[int, ...] = ()
+) -> ThisRank:
     """In the child: take over the rank's pipes, and close those of the others. `kept` are further
     descriptors that the rank has to know.
     """
@@ -65,17 +68,18 @@ def become_rank(job: Job, rank: int, role_fd: int, kept: tuple[int, ...] = ()) -
         if descriptor != mine.report:
             os.close(descriptor)
     if job.start_method == "spawn":
-        _exec_rank(job, role_fd, mine.report, kept)
-    return ThisRank(role_fd, mine.report)
+        _exec_rank(job, ThisRank(role_fd, mine.report, page_fd), kept)
+    return ThisRank(role_fd, mine.report, page_fd)
 
 
-def _exec_rank(job: Job, role_fd: int, report_fd: int, kept: tuple[int, ...]) -> None:
-    for descriptor in (role_fd, report_fd, *kept):
+def _exec_rank(job: Job, rank: ThisRank, kept: tuple[int, ...]) -> None:
+    descriptors = dataclasses.astuple(rank)
+    for descriptor in (*descriptors, *kept):
         os.set_inheritable(descriptor, True)
     code = (
         f"import sys; sys.path[:] = {list(job.path)!r}; "
         "from paceline.launch.rank_main import main; "
-        f"sys.exit(main({role_fd}, {report_fd}))"
+        f"sys.exit(main{descriptors})"
     )
     os.execv(sys.executable, [sys.executable, *interpreter_flags(), "-c", code])
 

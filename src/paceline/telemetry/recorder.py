@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 
 from paceline.telemetry.stack_dump import StackDump
 from paceline.telemetry.status_page import (
+    FIRST_PHASE_TIME,
     NO_BUCKET,
     PHASES,
     Field,
@@ -32,14 +33,20 @@ __all__ = ["Recorder", "group_number", "recorder"]
 _SEQUENCE, _PHASE, _PHASE_SINCE = int(Field.SEQUENCE), int(Field.PHASE), int(Field.PHASE_SINCE)
 _CALL_BUCKET, _SYNCS = int(Field.CALL_BUCKET), int(Field.SYNCS)
 _FORWARDS, _CONCLUDED_FORWARDS = int(Field.FORWARDS), int(Field.CONCLUDED_FORWARDS)
+_TRAINING_SINCE, _LAST_STEP = int(Field.TRAINING_SINCE), int(Field.LAST_STEP)
+_SAMPLES, _REPORTED_SAMPLES = int(Field.SAMPLES), int(Field.REPORTED_SAMPLES)
+_REACHED_STEP, _STEPS_BEFORE = int(Field.REACHED_STEP), int(Field.STEPS_BEFORE)
 _SYNCHRONISE = int(Phase.SYNCHRONISE)
+_TIME_WAITED = FIRST_PHASE_TIME + _SYNCHRONISE
 _SYNC_POINT, _FILL, _FLIGHT = int(Kind.SYNC_POINT), int(Kind.BUCKET_FILL), int(Kind.BUCKET_FLIGHT)
 _SHORTEST_SPAN_NS = 1000
 _FOLLOWS_BACKWARD = [phase in (Phase.LOADER, Phase.FORWARD, Phase.OPTIMIZER) for phase in PHASES]
 # The counter that a phase's beginning raises; 0 for none.
 _COUNTS = {Phase.BACKWARD: int(Field.BACKWARDS), Phase.OPTIMIZER: int(Field.OPTIMIZER_STEPS)}
+_IS_OF_STEP = [
+    phase in (Phase.LOADER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER) for phase in PHASES
+]
 _COUNTER_OF_PHASE = [_COUNTS.get(phase, 0) for phase in PHASES]
-_NOTHING_SPENT = [0] * len(PHASES)
 # Neighbours on the page, written at once: PHASE, PHASE_SINCE, CALL_SINCE, CALL_GROUP, CALL_NUMBER,
 # CALL_BUCKET.
 _AT_PHASE = _PHASE * 8
@@ -58,8 +65,8 @@ class Recorder:
 
     Time is divided into spans: each belongs to the phase this rank was in, and ends where the next
     phase or a wait begins. A wait is everything between the outermost `enter` and its `leave`; when
-    it is over, it becomes a sync point, which carries the time spent in each phase since the sync
-    point before. Nothing is locked: with the GIL, an update that a second thread tears is at worst
+    it is over, it becomes a sync point, which carries the time spent in each phase until then.
+    Nothing is locked: with the GIL, an update that a second thread tears is at worst
     a wrong line for a moment.
 
     `phase`, `enter`, `leave` and `count` run many times in a step. They are plain stores with local
@@ -77,7 +84,6 @@ class Recorder:
         self.job = ""
         self._phase = int(Phase.STARTING)
         self._since = _clock()
-        self._spent = _NOTHING_SPENT.copy()
         self._depth = 0
         self._sequence = 0
         self._arrived = 0
@@ -96,10 +102,13 @@ class Recorder:
                 fields[_CONCLUDED_FORWARDS] = fields[_FORWARDS]
             if counter := _COUNTER_OF_PHASE[phase]:
                 fields[counter] += 1
+                fields[_LAST_STEP] = now
         # _close_span, inlined: this runs a dozen times in a step.
-        self._spent[self._phase] += now - self._since
+        fields[FIRST_PHASE_TIME + self._phase] += now - self._since
         if self.trace is not None:
             self._trace_span(now)
+        if not fields[_TRAINING_SINCE] and _IS_OF_STEP[phase]:
+            self.page.begin_training(now)
         self._phase = phase
         self._since = now
         # Without SEQUENCE: a reader between the two sees a phase that has just begun.
@@ -107,7 +116,7 @@ class Recorder:
         fields[_PHASE] = phase
 
     def _close_span(self, now: int) -> None:
-        self._spent[self._phase] += now - self._since
+        self._fields[FIRST_PHASE_TIME + self._phase] += now - self._since
         if self.trace is not None:
             self._trace_span(now)
 
@@ -181,9 +190,8 @@ class Recorder:
         fields[_SEQUENCE] = sequence - 1
         _write_no_call(page.memory, _AT_PHASE, self._phase, now, 0)
         if sync_point:
-            spent, self._spent = self._spent, _NOTHING_SPENT.copy()
-            spent[_SYNCHRONISE] += now - self._arrived
-            page.write_sync_point(self._group, self._number, self._arrived, now, spent)
+            fields[_TIME_WAITED] += now - self._arrived
+            page.write_sync_point(self._group, self._number, self._arrived, now)
         fields[_SEQUENCE] = sequence
         if sync_point and self.trace is not None:
             self.trace.add(
@@ -219,8 +227,22 @@ class Recorder:
 
     def scalars(self, loss: float, samples: int) -> None:
         """Record what the script knows about the step it has just made."""
+        if not self._fields[_REACHED_STEP]:  # else `reach_step` has counted them
+            self._fields[_REPORTED_SAMPLES] += int(samples)
         if self.trace is not None:
             self.trace.add_scalars(self._fields[_SYNCS], loss, samples)
+
+    def add_samples(self, samples: int) -> None:
+        """This rank trains on so many samples that its loader has handed out."""
+        self._fields[_SAMPLES] += samples
+
+    def reach_step(self, step: int, samples: int) -> None:
+        """A training that counts its steps itself has made this one, of so many samples."""
+        fields = self._fields
+        if not fields[_REACHED_STEP]:
+            fields[_STEPS_BEFORE] = step - 1
+        fields[_REACHED_STEP] = step
+        fields[_REPORTED_SAMPLES] += samples
 
     # -- the page ----------------------------------------------------------------------------------
 
@@ -228,6 +250,10 @@ class Recorder:
     def shared(self) -> bool:
         """Whether others can see the page."""
         return self.page.descriptor >= 0
+
+    def inherit_page(self, descriptor: int) -> None:
+        """Use the page that a launcher has made for this rank, and reads when the rank is gone."""
+        self.page.inherit(descriptor)
 
     def open_page(self, *, job: str, rank: int, world: int) -> None:
         """Let other processes of this user see what this one does, and ask for its stacks."""
@@ -272,7 +298,7 @@ class Recorder:
 
     def after_fork(self) -> None:
         """In a forked child, which is not the rank: drop the page, the stacks and the trace."""
-        if self.shared:
+        if self.shared or self.page.is_inherited:
             self.page.abandon()
             self._fields = self.page.fields
             self._close_stack_dump()
@@ -280,7 +306,6 @@ class Recorder:
         self.watched = False
         self._depth = 0
         self._since = _clock()
-        self._spent = _NOTHING_SPENT.copy()
         self._sequence = self._fields[_SEQUENCE]
 
     @property

@@ -6,7 +6,13 @@ layout and the owner's side; `paceline.diagnostics.page_reader` reads.
 
     byte 0      one 8-byte field for each member of `Field`
     byte 320    the script's name, then the job's id, then the text of the current collective
+    byte 2048   the time spent in each phase so far, and as much of it as was over before training
+    byte 2304   the optimizer to mention, as JSON
     byte 4096   a ring of the latest sync points: group, number, arrival, departure, time by phase
+                until then
+
+Whoever starts a rank may make its page beforehand and let the rank inherit it. Then the page can be
+read when the rank is gone, however it ended.
 
 Nobody locks. The page has one writer, and its SEQUENCE field is odd while a group of fields that
 belong together is being written (a seqlock): the writer makes it odd, writes, makes it even. A
@@ -32,13 +38,19 @@ from paceline.telemetry.variables import SCRIPT
 __all__ = [
     "CALL_AT",
     "Field",
+    "FIRST_PHASE_TIME",
     "JOB_AT",
     "JOB_BYTES",
     "MEMFD_NAME",
     "NO_BUCKET",
+    "OPTIMIZER_AT",
+    "OPTIMIZER_BYTES",
     "PAGE_BYTES",
     "PAGE_MAGIC",
     "PHASES",
+    "PHASE_TIMES",
+    "PHASE_TIMES_AT",
+    "PHASE_TIMES_BEFORE_AT",
     "PageMemory",
     "Phase",
     "SCRIPT_AT",
@@ -46,12 +58,14 @@ __all__ = [
     "SYNC_POINT",
     "SYNC_POINTS_KEPT",
     "WaitLabel",
+    "new_page",
+    "read_and_close",
     "script_name",
     "sync_point_at",
 ]
 
 MEMFD_NAME = "paceline-status"
-PAGE_MAGIC = 0x7061_6365_0001  # changes with the layout
+PAGE_MAGIC = 0x7061_6365_0002  # changes with the layout
 PAGE_BYTES = 16384
 SCRIPT_AT = 320
 SCRIPT_BYTES = 192
@@ -59,6 +73,10 @@ JOB_AT = 512
 JOB_BYTES = 64
 CALL_AT = 576
 _CALL_BYTES = 1472
+PHASE_TIMES_AT = 2048
+PHASE_TIMES_BEFORE_AT = 2176
+OPTIMIZER_AT = 2304
+OPTIMIZER_BYTES = 512
 _SYNC_POINTS_AT = 4096
 _SYNC_POINT_BYTES = 128
 SYNC_POINTS_KEPT = 96
@@ -137,9 +155,27 @@ class Field(enum.IntEnum):
     WATCHED_AT = 24
     # Calls of the same kind as the latest one.
     CALLS_OF_KIND = 25
+    # Not 0: the rank has left its job, and its page is of interest to its launcher alone.
+    HAS_LEFT = 26
+    # When the first phase of a step began, and when a backward or an optimizer step last did.
+    TRAINING_SINCE = 27
+    LAST_STEP = 28
+    # Samples that this rank has trained on, as far as its loader knows them.
+    SAMPLES = 29
+    # Samples of all ranks, as the script or `paceline.Training` reports them.
+    REPORTED_SAMPLES = 30
+    # The number of the latest step where a training counts them itself, also over restarts.
+    REACHED_STEP = 31
+    # The number of the step before the first that this process has made of those.
+    STEPS_BEFORE = 32
 
 
+PHASE_TIMES = struct.Struct(f"<{len(PHASES)}q")
+FIRST_PHASE_TIME = PHASE_TIMES_AT // 8  # in units of 8 bytes, as `Field`
 SYNC_POINT = struct.Struct(f"<{4 + len(PHASES)}q")
+_SYNC_POINT_HEAD = struct.Struct("<4q")
+_HEAD_BYTES, _SYNC_POINT_ENDS = _SYNC_POINT_HEAD.size, SYNC_POINT.size
+_PHASE_TIMES_END = PHASE_TIMES_AT + PHASE_TIMES.size
 _SYNC_POINTS, _CALL_TEXT_BYTES = int(Field.SYNC_POINTS), int(Field.CALL_TEXT_BYTES)
 
 
@@ -165,6 +201,19 @@ class WaitLabel:
         return dataclasses.replace(self, text=text.encode(errors="replace")[:_CALL_BYTES])
 
 
+def new_page() -> int:
+    """The descriptor of an empty page, for a rank to inherit."""
+    return anonymous_memory(MEMFD_NAME, PAGE_BYTES)
+
+
+def read_and_close(descriptor: int) -> bytes:
+    """A copy of a page that nobody writes to any more."""
+    try:
+        return os.pread(descriptor, PAGE_BYTES, 0)
+    finally:
+        os.close(descriptor)
+
+
 class PageMemory:
     """The owner's side of a page: the memory as bytes and as 8-byte fields.
 
@@ -174,20 +223,30 @@ class PageMemory:
     def __init__(self) -> None:
         self._mapping: mmap.mmap | None = None
         self.descriptor = -1
+        self._inherited = -1  # a page that the launcher has made
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def _use(self, memory: memoryview) -> None:
         self.memory = memory
         self.fields = memory.cast("q")
 
+    def inherit(self, descriptor: int) -> None:
+        """Share this page, which the launcher has made, whenever one is to be shared."""
+        self._inherited = descriptor
+
+    @property
+    def is_inherited(self) -> bool:
+        return self._inherited >= 0
+
     def share(self) -> None:
         """Make the page visible to other processes of this user, with what it holds already."""
-        descriptor = anonymous_memory(MEMFD_NAME, PAGE_BYTES)
+        descriptor = new_page() if self._inherited < 0 else self._inherited
         mapping = mmap.mmap(descriptor, PAGE_BYTES)
         memory = memoryview(mapping)
         memory[:] = self.memory
         self.fields.release()
         self._use(memory)
+        self.fields[Field.HAS_LEFT] = 0
         self._mapping, self.descriptor = mapping, descriptor
 
     def unshare(self) -> None:
@@ -195,18 +254,20 @@ class PageMemory:
         if self._mapping is None:
             return
         private = memoryview(bytearray(self.memory))
+        self.fields[Field.HAS_LEFT] = 1
         self.fields.release()
         self.memory.release()
         self._use(private)
         self._mapping.close()
-        os.close(self.descriptor)
+        if self.descriptor != self._inherited:
+            os.close(self.descriptor)
         self._mapping, self.descriptor = None, -1
 
     def abandon(self) -> None:
         """In a forked child: start an empty page and leave the parent's untouched."""
-        if self._mapping is not None:
-            os.close(self.descriptor)
-        self._mapping, self.descriptor = None, -1
+        for descriptor in {self.descriptor, self._inherited} - {-1}:
+            os.close(descriptor)
+        self._mapping, self.descriptor, self._inherited = None, -1, -1
         self._use(memoryview(bytearray(PAGE_BYTES)))
 
     def identify(self, *, job: str, script: str, rank: int, world: int) -> None:
@@ -235,13 +296,24 @@ class PageMemory:
         self.memory[CALL_AT : CALL_AT + size] = text
         self.fields[_CALL_TEXT_BYTES] = size
 
-    def write_sync_point(
-        self, group: int, number: int, arrived_ns: int, left_ns: int, spent_ns: list[int]
-    ) -> None:
+    def write_optimizer(self, text: bytes) -> None:
+        """Write down the optimizer that a summary of the run may want to mention."""
+        end = OPTIMIZER_AT + OPTIMIZER_BYTES
+        self.memory[OPTIMIZER_AT:end] = text[:OPTIMIZER_BYTES].ljust(OPTIMIZER_BYTES, b"\0")
+
+    def begin_training(self, now_ns: int) -> None:
+        """The first phase of a step begins: what was before it is no part of the training."""
+        memory = self.memory
+        end = PHASE_TIMES_BEFORE_AT + PHASE_TIMES.size
+        memory[PHASE_TIMES_BEFORE_AT:end] = memory[PHASE_TIMES_AT:_PHASE_TIMES_END]
+        self.fields[Field.TRAINING_SINCE] = now_ns
+
+    def write_sync_point(self, group: int, number: int, arrived_ns: int, left_ns: int) -> None:
         """Record a wait that is over, in place of the oldest one."""
-        count = self.fields[_SYNC_POINTS]
+        count, memory = self.fields[_SYNC_POINTS], self.memory
         at = _SYNC_POINTS_AT + (count % SYNC_POINTS_KEPT) * _SYNC_POINT_BYTES
-        SYNC_POINT.pack_into(self.memory, at, group, number, arrived_ns, left_ns, *spent_ns)
+        _SYNC_POINT_HEAD.pack_into(memory, at, group, number, arrived_ns, left_ns)
+        memory[at + _HEAD_BYTES : at + _SYNC_POINT_ENDS] = memory[PHASE_TIMES_AT:_PHASE_TIMES_END]
         self.fields[_SYNC_POINTS] = count + 1
 
 
@@ -260,6 +332,11 @@ def script_name() -> str:
 
 assert _SYNC_POINTS_AT + SYNC_POINTS_KEPT * _SYNC_POINT_BYTES <= PAGE_BYTES
 assert SYNC_POINT.size <= _SYNC_POINT_BYTES
+assert CALL_AT + _CALL_BYTES <= PHASE_TIMES_AT
+assert _PHASE_TIMES_END <= PHASE_TIMES_BEFORE_AT
+assert PHASE_TIMES_BEFORE_AT + PHASE_TIMES.size <= OPTIMIZER_AT
+assert OPTIMIZER_AT + OPTIMIZER_BYTES <= _SYNC_POINTS_AT
+assert len(Field) * 8 <= SCRIPT_AT
 # The recorder writes these neighbours with one call.
 assert tuple(range(Field.PHASE, Field.CALL_TEXT_BYTES)) == (
     Field.PHASE,

@@ -40,6 +40,7 @@ from paceline.ddp.buffers import broadcast
 from paceline.errors import ConfigError, MismatchError, PacelineError, StepError
 from paceline.launch.process_context import current_context
 from paceline.rank_env import current_rank_and_world
+from paceline.telemetry.recorder import recorder
 from paceline.training.audit import Audit, AuditPlan
 from paceline.training.automatic_saves import AutomaticSaves, SaveEvery
 from paceline.training.checkpoint_directory import CheckpointDirectory
@@ -349,6 +350,7 @@ class Training:
             self._counted_step = self._batch.step
             self._step += 1
             self._batches_done += 1
+            recorder.reach_step(self._step, self._batch.samples)
             self._sampler.position.seek(self._epoch, self._batches_done)
             self._metrics = {}
         self._metrics = {**self._metrics, **result.metrics}
