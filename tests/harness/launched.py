@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -16,6 +17,7 @@ import uuid
 from collections.abc import Iterator
 
 _MARK = "PACELINE_TEST_MARK"
+_CARD = re.compile(r"^paceline: \S+ (?:finished|failed|was stopped) after ", re.MULTILINE)
 # The tests' own rank variables, and a colour terminal, are not those of a launched job.
 _NOT_PASSED_ON = (
     "RANK",
@@ -44,7 +46,8 @@ class Launched:
 
     @property
     def last_line(self) -> str:
-        return self.stderr.strip().splitlines()[-1]
+        """The last line before the card about the training, if there is one."""
+        return _CARD.split(self.stderr)[0].strip().splitlines()[-1]
 
     def processes(self) -> list[int]:
         """Every living process with the mark."""

@@ -273,7 +273,7 @@ def test_a_traced_run_ends_with_a_page(tmp_path):
     with launched(run_command(script, options=("--trace", str(tmp_path / "trace")))) as job:
         assert job.wait() == 0, job.stderr
     page = tmp_path / "trace" / "timeline.html"
-    assert f"paceline: timeline: {page}" in job.stderr
+    assert f"  timeline   {page}\n" in job.stderr or f"  timeline  {page}\n" in job.stderr
     events = json.loads(page.with_suffix(".json").read_text())["traceEvents"]
     for rank in (0, 1):
         names = [event["name"] for event in events if event["pid"] == rank and event["ph"] == "X"]

@@ -21,9 +21,11 @@ __all__ = ["COMMANDS", "main"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("paceline.cli.run", "start a script on several ranks of this host"),
     "ps": ("paceline.cli.ps", "show what running ranks are doing, from outside"),
+    "top": ("paceline.cli.top", "keep showing what running jobs are doing, and how fast"),
     "scale": ("paceline.cli.scale", "change the number of ranks of a running elastic job"),
     "chaos": ("paceline.cli.chaos", "train under faults, and compare the bits of every step"),
     "report": ("paceline.cli.report", "make a page of a recorded timeline"),
+    "compare": ("paceline.cli.compare", "set two runs side by side: which is faster, and where"),
     "diff": ("paceline.cli.diff", "find where two runs of paceline.Training part"),
     "bench": (
         "paceline.cli.bench_command",

@@ -6,9 +6,8 @@ import argparse
 import dataclasses
 import itertools
 import json
-import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from paceline.diagnostics.diagnosis import RankView, diagnose
 from paceline.diagnostics.rank_table import table
@@ -17,17 +16,18 @@ from paceline.launch.generation import Generation
 from paceline.launch.job_page import JobPage, Word, find_job_pages
 from paceline.launch.membership import FIRST_HOST
 
-__all__ = ["add_arguments", "run"]
+__all__ = ["NOTHING_RUNS", "add_arguments", "jobs_in", "look", "run", "show_job"]
 
-_REFRESH_S = 0.5
 _GENERATIONS_SHOWN = 5
 _RANGE = (Word.MIN_RANKS, Word.MAX_RANKS, Word.TARGET)
-_NOTHING_RUNS = "none of your ranks are running on this host"
+NOTHING_RUNS = "none of your ranks are running on this host"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("job", nargs="?", help="show one job only: the beginning of its id")
-    parser.add_argument("--watch", action="store_true", help="keep showing it, until Ctrl-C")
+    parser.add_argument(
+        "--watch", action="store_true", help="keep showing it, until Ctrl-C, as `paceline top` does"
+    )
     parser.add_argument(
         "--stacks", action="store_true", help="also show the stack of each rank's main thread"
     )
@@ -40,32 +40,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     if options.watch:
-        return _watch(options)
-    views = _look(options)
+        from paceline.cli.top import watch
+
+        return watch(options.job or "", stacks=options.stacks)
+    views = look(options.job or "")
     if options.json:
-        for _, job in _jobs(views):
-            for line in _as_objects(list(job)):
+        for _, job in jobs_in(views):
+            for line in _as_objects(job):
                 print(json.dumps(line))
         return 0
     if not views:
-        print(_NOTHING_RUNS)
+        print(NOTHING_RUNS)
         return 1 if options.job else 0
-    for _, job in _jobs(views):
-        print(_show(job, stacks=options.stacks))
+    for _, job in jobs_in(views):
+        print(show_job(job, stacks=options.stacks))
     return 0
 
 
-def _look(options: argparse.Namespace) -> list[RankView]:
-    views = look_at_job()
-    return [view for view in views if view.page and view.page.job.startswith(options.job or "")]
+def look(job: str) -> list[RankView]:
+    """The ranks of all jobs on this host whose id begins like this."""
+    return [view for view in look_at_job() if view.page and view.page.job.startswith(job)]
 
 
-def _jobs(views: Sequence[RankView]) -> Iterator[tuple[str, Iterator[RankView]]]:
-    return itertools.groupby(views, key=lambda view: view.page.job if view.page else "")
+def jobs_in(views: Sequence[RankView]) -> Iterator[tuple[str, list[RankView]]]:
+    """The ranks by the id of their job."""
+    by_job = itertools.groupby(views, key=lambda view: view.page.job if view.page else "")
+    return ((job, list(ranks)) for job, ranks in by_job)
 
 
-def _show(job: Iterable[RankView], *, stacks: bool) -> str:
-    views = list(job)
+def show_job(
+    views: list[RankView], *, stacks: bool, width: int | None = None, pace: str = ""
+) -> str:
+    """A job on a few lines, with what is known of its pace; `width` is that of the terminal."""
     page = views[0].page
     assert page is not None
     now = time.monotonic_ns()
@@ -79,7 +85,8 @@ def _show(job: Iterable[RankView], *, stacks: bool) -> str:
         elastic.close()
     lines = [
         f"{page.script}  job {page.job[:8]}  {ranks}  running for {running:.0f} s",
-        table(views, now),
+        *([pace] if pace else []),
+        table(views, now, width=width),
         *([generations] if generations else []),
     ]
     # To someone who asks, even a wait of a second is worth a sentence.
@@ -126,29 +133,6 @@ def _by_slot(view: RankView, page: JobPage) -> RankView:
         if page.pid_in(slot) == view.pid:
             return dataclasses.replace(view, rank=slot)
     return view
-
-
-def _watch(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.live import Live
-    from rich.text import Text
-
-    def render() -> Text:
-        views = _look(options)
-        jobs = [_show(list(job), stacks=options.stacks) for _, job in _jobs(views)]
-        return Text("\n\n".join(jobs) or _NOTHING_RUNS)
-
-    console = Console()
-    try:
-        with Live(
-            render(), console=console, screen=console.is_terminal, auto_refresh=False
-        ) as live:
-            while True:
-                time.sleep(_REFRESH_S)
-                live.update(render(), refresh=True)
-    except KeyboardInterrupt:
-        sys.stdout.flush()
-    return 0
 
 
 def _as_objects(views: Sequence[RankView]) -> Iterator[dict[str, object]]:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import math
 import os
 import pathlib
 import signal
 import sys
 import uuid
+from typing import TYPE_CHECKING
 
 from paceline._linux import adopt_orphans
 from paceline.errors import ConfigError, describe_exit
+from paceline.launch.line_prefix import FIELDS
 from paceline.launch.messages import (
     PRELOAD,
     ElasticConfig,
@@ -26,6 +29,9 @@ from paceline.launch.resources import count_ranks, threads_for
 from paceline.launch.screen import Screen
 from paceline.launch.supervisor import Failure, JobResult, Plan, Supervisor
 from paceline.telemetry.variables import RUN_ID, SCRIPT, STALL_AFTER, TRACE, stall_after_s
+
+if TYPE_CHECKING:
+    from paceline.diagnostics.run_summary import RunSummary
 
 __all__ = ["add_arguments", "run"]
 
@@ -72,6 +78,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--trace", type=pathlib.Path, metavar="DIR",
         help="record a timeline of every rank in DIR; `paceline report DIR` shows it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--log-prefix", metavar="TEMPLATE",
+        help="what to show before each line of a rank, such as '{host} {rank}: ', with any of "
+        f"{' '.join(f'{{{name}}}' for name in FIELDS)}; '' for nothing (default: '[{{rank}}] ')",
+    )  # fmt: skip
+    parser.add_argument(
+        "--no-summary", action="store_true",
+        help="do not show the card with speed and waiting at the end of a training",
+    )  # fmt: skip
+    parser.add_argument(
+        "--summary-json", type=pathlib.Path, metavar="FILE",
+        help="also write what is on the card to FILE; `paceline compare` reads it",
     )  # fmt: skip
     parser.add_argument(
         "--start-method", choices=("fork", "spawn"), default="fork",
@@ -139,12 +158,14 @@ def _torchrun(name: str, default: str) -> str:
 
 def run(options: argparse.Namespace) -> int:
     _open_closed_streams()
+    _check_summary_file(options.summary_json)
     plan = _plan(options)
     screen = Screen()
     output = Output(
         plan.ranks,
         screen.write,
         colour=screen.colour,
+        prefix=options.log_prefix,
         shown=frozenset({0}) if options.quiet_ranks else None,
         log_dir=options.log_dir,
         has_room=screen.has_room,
@@ -156,9 +177,9 @@ def run(options: argparse.Namespace) -> int:
     _pass_signals_to(supervisor)
     adopt_orphans()
     result = supervisor.run()
-    if options.trace is not None:
-        _write_timeline(options.trace, screen)
+    timeline = None if options.trace is None else _write_timeline(options.trace, screen)
     code = _report_result(result, plan, output, screen)
+    _sum_up(options, result, plan, code, timeline, screen)
     output.close()
     is_shown = screen.flush(lambda: supervisor.stop_signal is not None)
     if not is_shown and result.stopped_by is None and supervisor.stop_signal is not None:
@@ -167,14 +188,73 @@ def run(options: argparse.Namespace) -> int:
     return code
 
 
-def _write_timeline(directory: pathlib.Path, screen: Screen) -> None:
+def _write_timeline(directory: pathlib.Path, screen: Screen) -> str | None:
     """Also after a failure: then it shows what led there."""
     from paceline.diagnostics.report_page import write_report
 
     try:
-        screen.report(f"timeline: {write_report(directory)}")
+        return str(write_report(directory))
     except ConfigError as error:
         screen.report(f"no timeline: {error}")
+    return None
+
+
+def _sum_up(
+    options: argparse.Namespace,
+    result: JobResult,
+    plan: Plan,
+    code: int,
+    timeline: str | None,
+    screen: Screen,
+) -> None:
+    """What the job has done, after how it ended. A job that never trained has nothing to sum up."""
+    # Imported now: a job that is starting does without.
+    from paceline.cli.summary_card import render_card
+
+    summary = _summary(result, plan, code, timeline)
+    is_read = result.stopped_by != signal.SIGPIPE  # else `| head` has read enough
+    if summary.steps and is_read and not options.no_summary:
+        screen.show(render_card(summary, width=screen.width, colour=screen.colour))
+    elif timeline is not None:
+        screen.report(f"timeline: {timeline}")
+    if options.summary_json is not None:
+        try:
+            options.summary_json.write_text(json.dumps(summary.dump(), indent=1) + "\n")
+        except OSError as error:
+            screen.report(f"no summary: {options.summary_json} cannot be written: {error.strerror}")
+
+
+def _summary(result: JobResult, plan: Plan, code: int, timeline: str | None) -> RunSummary:
+    from paceline.diagnostics.page_reader import parse_page
+    from paceline.diagnostics.run_summary import ElasticFigures, RankLife, RunSummary
+
+    history = result.history
+    lives = [
+        RankLife(result.first_rank + left.rank, page)
+        for left in history.pages
+        if (page := parse_page(left.page)) is not None
+    ]
+    elastic = None
+    if plan.elastic is not None:
+        joined = max(0, history.started - plan.elastic.start_ranks)
+        elastic = ElasticFigures(history.generations, history.lost, joined)
+    outcome = "finished" if code == 0 else "failed"
+    if result.stopped_by is not None:
+        outcome = "stopped"
+    script = plan.environ[SCRIPT]
+    return RunSummary.of_pages(
+        lives, script=script, outcome=outcome, elastic=elastic, timeline=timeline
+    )
+
+
+def _check_summary_file(path: pathlib.Path | None) -> None:
+    """Before the job: after it, it would be too late."""
+    if path is None:
+        return
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(
+            f"--summary-json should be a file that can be written, but {str(path)!r} cannot"
+        )
 
 
 def _open_closed_streams() -> None:

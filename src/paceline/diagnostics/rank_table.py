@@ -15,6 +15,7 @@ from paceline.errors import describe_exit
 __all__ = ["COLUMNS", "cells", "stall_page", "table"]
 
 COLUMNS = ("rank", "pid", "state", "phase", "step", "since", "where")
+_LEFT_OUT = ("where", "pid", "since", "state")  # the first of them first
 _RIGHT = {"rank", "pid", "step", "since"}
 
 
@@ -34,19 +35,39 @@ def cells(view: RankView, now_ns: int) -> tuple[str, ...]:
     return (str(view.rank), str(view.pid), state, phase, str(page.step), since, where)
 
 
-def table(views: Sequence[RankView], now_ns: int, blamed: Sequence[int] = ()) -> str:
-    """A row for each rank, those to blame marked."""
+def table(
+    views: Sequence[RankView],
+    now_ns: int,
+    blamed: Sequence[int] = (),
+    *,
+    width: int | None = None,
+) -> str:
+    """A row for each rank, those to blame marked. If `width` is given and not enough for all, what
+    matters least is left out.
+    """
     rows = [COLUMNS, *(cells(view, now_ns) for view in views)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+    widths = {name: max(len(row[column]) for row in rows) for column, name in enumerate(COLUMNS)}
+    shown = _fitting(widths, width)
     lines = []
     for index, row in enumerate(rows):
         mark = ">" if index and views[index - 1].rank in blamed else " "
         parts = [
-            text.rjust(width) if name in _RIGHT else text.ljust(width)
-            for text, width, name in zip(row, widths, COLUMNS, strict=True)
+            text.rjust(widths[name]) if name in _RIGHT else text.ljust(widths[name])
+            for text, name in zip(row, COLUMNS, strict=True)
+            if name in shown
         ]
         lines.append(f"{mark} {'  '.join(parts)}".rstrip())
     return "\n".join(lines)
+
+
+def _fitting(widths: Mapping[str, int], width: int | None) -> list[str]:
+    """The columns that there is room for."""
+    shown = list(COLUMNS)
+    for name in _LEFT_OUT:
+        if width is None or sum(2 + widths[each] for each in shown) <= width:
+            break
+        shown.remove(name)
+    return shown
 
 
 def stall_page(

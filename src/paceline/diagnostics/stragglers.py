@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 from paceline.diagnostics.page_reader import SyncPoint
 from paceline.telemetry.status_page import PHASES, Phase
 
-__all__ = ["SLOWER_BY", "WaitAttribution", "Straggler", "attribute_wait", "find_straggler"]
+__all__ = [
+    "SLOWER_BY",
+    "Straggler",
+    "WaitAttribution",
+    "attribute_wait",
+    "find_late_rank",
+    "find_straggler",
+]
 
 # From this share of the others' time on, a rank is named as a straggler.
 SLOWER_BY = 0.1
@@ -133,3 +140,31 @@ def find_straggler(
         key=lambda phase: waits.waited_ns[rank, phase],
     )
     return Straggler(rank, phase, share)
+
+
+def find_late_rank(
+    spent: Mapping[int, Mapping[Phase, float]], slower_by: float = SLOWER_BY
+) -> Straggler | None:
+    """The rank that the others wait for, from the time that ranks have spent in each phase alone:
+    the one that waits least. For whole runs, of which not every sync point is known.
+    """
+    whole = {rank: sum(by_phase.values()) for rank, by_phase in spent.items()}
+    # A rank that was there for a small part of the run says little about it.
+    known = [rank for rank in spent if 0 < whole[rank] >= max(whole.values()) / 2]
+    if len(known) < 2:
+        return None
+
+    def share(rank: int, phase: Phase) -> float:
+        return spent[rank].get(phase, 0) / whole[rank]
+
+    late = min(known, key=lambda rank: share(rank, Phase.SYNCHRONISE))
+    others = [rank for rank in known if rank != late]
+
+    def excess(phase: Phase) -> float:
+        return share(late, phase) - statistics.median(share(rank, phase) for rank in others)
+
+    waits = -excess(Phase.SYNCHRONISE)
+    if waits < slower_by:
+        return None
+    phase = max((each for each in PHASES if each is not Phase.SYNCHRONISE), key=excess)
+    return Straggler(late, phase, waits)

@@ -23,9 +23,17 @@ from paceline.telemetry.generation_log import GenerationRecord, read_generations
 from paceline.telemetry.status_page import PHASES, Phase
 from paceline.telemetry.trace_writer import Kind
 
-__all__ = ["BucketRow", "RankChange", "SlowOptimizer", "StepScalars", "Timeline", "read_timeline"]
+__all__ = [
+    "BucketRow",
+    "RankChange",
+    "SlowOptimizer",
+    "StepScalars",
+    "Timeline",
+    "WORTH_MENTIONING",
+    "read_timeline",
+]
 
-_WORTH_MENTIONING = 0.03  # of the time
+WORTH_MENTIONING = 0.03  # of the time
 
 _STEP_PHASES = (
     Phase.LOADER,
@@ -86,6 +94,14 @@ class SlowOptimizer:
             f"{self.facts.describe()} is stepped by torch's default code on the CPU, which passes "
             f"over memory once for each operation: {most}{self.share:.0%} of the ranks' time, "
             f"{self.step_ns / 1e6:.2f} ms a step."
+        )
+
+    def hint(self) -> str:
+        """Both in a line, for a summary."""
+        most = "" if self.is_only_one else "at most "
+        return (
+            f"{self.facts.describe()} takes {most}{self.share:.0%} of the time, stepped by torch's "
+            f"loop: paceline.optim.{self.facts.name}, or fused=True, passes over memory once"
         )
 
     def advice(self) -> str:
@@ -332,7 +348,7 @@ class Timeline:
             sentences.append(_ADVICE_SYNC)
         elif largest in _ADVICE:
             sentences.append(_ADVICE[largest])
-        if (slow := self.slow_optimizer()) is not None and slow.share >= _WORTH_MENTIONING:
+        if (slow := self.slow_optimizer()) is not None and slow.share >= WORTH_MENTIONING:
             sentences += [slow.describe(), slow.advice()]
         if any(self.dropped.values()):
             sentences.append(

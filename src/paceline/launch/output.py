@@ -10,11 +10,11 @@ import pathlib
 from collections.abc import Callable
 
 from paceline.errors import ConfigError
+from paceline.launch.line_prefix import LinePrefix
 
 __all__ = ["Lines", "Output", "TAIL_LINES"]
 
 TAIL_LINES = 30
-_COLOURS = (36, 33, 32, 35, 34, 31)  # of ranks, repeated as needed
 _LONGEST_LINE = 1 << 20
 
 
@@ -57,6 +57,7 @@ class Output:
         *,
         first_rank: int = 0,
         colour: bool = False,
+        prefix: str | None = None,
         shown: frozenset[int] | None = None,
         log_dir: pathlib.Path | None = None,
         has_room: Callable[[int], bool] = lambda stream: True,
@@ -65,8 +66,9 @@ class Output:
         self.has_room = has_room  # whether more bytes of a stream are welcome now
         self._shown = shown
         self._first_rank = first_rank
-        self._width = len(str(first_rank + ranks - 1))
-        self._colour = colour
+        width = len(str(first_rank + ranks - 1))
+        self._prefix = LinePrefix(prefix, width=width, colour=colour)
+        self._generation = 0
         self._lines = {(rank, stream): Lines() for rank in range(ranks) for stream in (1, 2)}
         self.tails = [collections.deque[str](maxlen=TAIL_LINES) for _ in range(ranks)]
         self._logs = (
@@ -88,6 +90,10 @@ class Output:
     def number_ranks_from(self, first_rank: int) -> None:
         """Local rank 0 turned out to be this one of the job."""
         self._first_rank = first_rank
+
+    def begin_generation(self, number: int) -> None:
+        """Lines that follow are shown in this generation of an elastic job."""
+        self._generation = number
 
     def report(self, rank: int, text: str) -> None:
         """Lines of the launcher's own about a rank, in its log as well."""
@@ -123,15 +129,8 @@ class Output:
         if stream == 2 and not always:
             self.tails[rank].extend(line.decode(errors="replace") for line in lines)
         if always or self._shown is None or rank in self._shown:
-            prefix = self._prefix(rank)
+            prefix = self._prefix.render(self._first_rank + rank, rank, self._generation)
             self._write(stream, b"".join(prefix + line + b"\n" for line in lines))
-
-    def _prefix(self, rank: int) -> bytes:
-        number = self._first_rank + rank
-        text = f"[{number:>{self._width}}]"
-        if self._colour:
-            text = f"\x1b[{_COLOURS[number % len(_COLOURS)]}m{text}\x1b[0m"
-        return f"{text} ".encode()
 
 
 def _open_log(directory: pathlib.Path, rank: int) -> int:

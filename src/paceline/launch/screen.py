@@ -35,7 +35,8 @@ class Screen:
     """Standard output and error, as far as they still exist. May be used from several threads."""
 
     def __init__(self) -> None:
-        self.colour = os.isatty(1) and os.isatty(2) and "NO_COLOR" not in os.environ
+        is_plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        self.colour = os.isatty(1) and os.isatty(2) and not is_plain
         self._on_broken_pipe: Callable[[], None] = lambda: None
         self._on_room: Callable[[], None] = lambda: None
         output = _Writer(self._on_error, self._notify_room)
@@ -60,7 +61,19 @@ class Screen:
 
     def report(self, text: str) -> None:
         """A line of the launcher's own."""
-        self.write(2, f"paceline: {text}\n".encode(errors="replace"))
+        self.show(f"paceline: {text}")
+
+    def show(self, text: str) -> None:
+        """Lines of the launcher's own."""
+        self.write(2, f"{text}\n".encode(errors="replace"))
+
+    @property
+    def width(self) -> int | None:
+        """How many columns standard error has; None if that is no terminal."""
+        try:
+            return os.get_terminal_size(2).columns or None
+        except OSError:
+            return None
 
     def flush(self, is_urgent: Callable[[], bool]) -> bool:
         """Wait until everything is written. Once it is urgent, no longer than the reader takes

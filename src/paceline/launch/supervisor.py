@@ -41,6 +41,7 @@ from paceline.launch.messages import (
     ElasticConfig,
     ElasticMessage,
     Function,
+    GenerationBegan,
     Job,
     JobPlaced,
     MemberLost,
@@ -67,7 +68,7 @@ if TYPE_CHECKING:
     from paceline.diagnostics.page_reader import StatusPage
     from paceline.diagnostics.stall_watcher import StallWatch
 
-__all__ = ["Failure", "JobResult", "Plan", "Supervisor"]
+__all__ = ["Failure", "JobHistory", "JobResult", "LeftPage", "Plan", "Supervisor"]
 
 _STOP_AFTER_FAILURE_S = 5.0  # ranks whose peer is gone have nothing to finish
 _DRAIN_S = 1.0
@@ -114,6 +115,27 @@ class Failure:
 
 
 @dataclasses.dataclass(frozen=True)
+class LeftPage:
+    """What is left of a process that was this rank: a copy of its status page."""
+
+    rank: int
+    page: bytes
+
+
+@dataclasses.dataclass
+class JobHistory:
+    """What is left of the job's ranks, and in an elastic job how they came and went."""
+
+    pages: list[LeftPage] = dataclasses.field(default_factory=list)
+    generations: int = 0
+    started: int = 0
+    lost: int = 0
+
+    def add_end(self, end: RankEnd | MemberLost) -> None:
+        self.pages.append(LeftPage(end.rank, end.page))
+
+
+@dataclasses.dataclass(frozen=True)
 class JobResult:
     """How the job ended."""
 
@@ -125,6 +147,7 @@ class JobResult:
     start_failure: StartFailure | None
     pids: Mapping[int, int]
     seconds: float
+    history: JobHistory
 
 
 class Supervisor:
@@ -311,6 +334,7 @@ class _JobRun:
         self._server_pid: int | None = None
         # Pipes that are not read for want of room, by stream: descriptor -> rank.
         self._paused: dict[str, dict[int, int]] = {stream: {} for stream in _STREAMS}
+        self._history = JobHistory()
         self._pages: dict[int, StatusPage] = {}  # as the stall watcher last saw them
         reading, writing = _make_pipes(plan.ranks)
         try:
@@ -426,6 +450,7 @@ class _JobRun:
                 self._output.number_ranks_from(message.first_rank)
             case RankEnd():
                 self._ranks[message.rank].end = message
+                self._history.add_end(message)
                 if message.exitcode != 0:
                     self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S)
             case StartFailure():
@@ -438,8 +463,14 @@ class _JobRun:
         match message:
             case MemberStarted():
                 self._ranks[message.rank].pid = message.pid
+                self._history.started += 1
             case MemberLost():
                 self._forget_life(self._ranks[message.rank])
+                self._history.add_end(message)
+                self._history.lost += message.exitcode != 0
+            case GenerationBegan():
+                self._history.generations = message.number + 1
+                self._output.begin_generation(message.number)
             case RankFailing():
                 self._begin_stop(signal.SIGTERM, _STOP_AFTER_FAILURE_S, spare=message.rank)
             case StopRequested():
@@ -609,6 +640,7 @@ class _JobRun:
             start_failure=self._start_failure,
             pids={rank.index: rank.pid for rank in self._ranks if rank.pid is not None},
             seconds=seconds,
+            history=self._history,
         )
 
 

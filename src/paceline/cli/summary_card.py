@@ -1,0 +1,115 @@
+"""The card at the end of `paceline run`: a run in a few lines of plain text."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator
+
+from paceline.diagnostics.run_summary import RunSummary
+from paceline.telemetry.status_page import Phase
+
+__all__ = ["render_card"]
+
+_NARROWEST = 24
+_BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
+_SHOWN_FROM = 0.005  # a smaller share of the time is 0 %
+_ENDS = {"finished": "finished", "failed": "failed", "stopped": "was stopped"}
+
+
+def render_card(summary: RunSummary, *, width: int | None = None, colour: bool = False) -> str:
+    """Lines for the screen.
+
+    Args:
+        summary: the run.
+        width: of the terminal; None: lines as long as they are.
+        colour: whether the terminal shows emphasis.
+    """
+    rows = list(_rows(summary))
+    indent = 2 + max(len(label) for label, _ in rows) + 2
+    bold, dim, plain = (_BOLD, _DIM, _PLAIN) if colour else ("", "", "")
+    lines = [f"{bold}{line}{plain}" for line in _wrapped(_head(summary), width, 0, 2)]
+    for label, text in rows:
+        first, *more = _wrapped(text, width, indent, indent)
+        start = f"  {dim}{label.ljust(indent - 2)}{plain}"
+        lines += [start + first.strip(), *more]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, width: int | None, first_indent: int, indent: int) -> list[str]:
+    if width is None:
+        return [" " * first_indent + text]
+    return textwrap.wrap(
+        text,
+        max(width, _NARROWEST, indent + _NARROWEST // 2),
+        initial_indent=" " * first_indent,
+        subsequent_indent=" " * indent,
+        break_long_words=False,  # a path that is cut cannot be copied
+        break_on_hyphens=False,
+    )
+
+
+def _head(summary: RunSummary) -> str:
+    steps = _count(summary.steps, "step")
+    return f"paceline: {summary.script} {_ENDS[summary.outcome]} after {steps} on {_ranks(summary)}"
+
+
+def _ranks(summary: RunSummary) -> str:
+    if summary.elastic is None and summary.ranks < summary.world:
+        return f"{summary.ranks} of {summary.world} ranks, those of this host"
+    return _count(summary.ranks, "rank")
+
+
+def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    yield "speed", _speed(summary)
+    # After an error that is what matters: it should not be out of sight.
+    if summary.outcome != "failed":
+        yield from _advice(summary)
+    if (elastic := summary.elastic) is not None:
+        yield (
+            "elastic",
+            f"{_count(elastic.generations, 'generation')}; {_count(elastic.lost, 'rank')} lost, "
+            f"{elastic.joined} joined",
+        )
+    if summary.timeline is not None:
+        yield "timeline", summary.timeline
+
+
+def _advice(summary: RunSummary) -> Iterator[tuple[str, str]]:
+    yield "time", _phases(summary)
+    if summary.ranks > 1:
+        yield "waiting", _waiting(summary)
+    if (hint := summary.optimizer_hint) is not None:
+        yield "optimizer", hint
+
+
+def _speed(summary: RunSummary) -> str:
+    parts = [f"{summary.seconds:.1f} s"]
+    if (rate := summary.steps_per_second) is not None:
+        parts.append(f"{1e3 / rate:.2f} ms a step")
+    if (samples := summary.samples_per_second) is not None:
+        parts.append(f"{samples:,.0f} samples per second")
+    elif rate is not None:
+        parts.append(f"{rate:,.1f} steps per second")
+    return ", ".join(parts)
+
+
+def _phases(summary: RunSummary) -> str:
+    shares = sorted(summary.shares.items(), key=lambda item: -item[1])
+    shown = [f"{_name(phase)} {share:.0%}" for phase, share in shares if share >= _SHOWN_FROM]
+    return ", ".join(shown)
+
+
+def _name(phase: Phase) -> str:
+    return "waiting" if phase is Phase.SYNCHRONISE else phase.name.lower()
+
+
+def _waiting(summary: RunSummary) -> str:
+    share = f"{summary.waiting:.0%} of the ranks' time"
+    late = summary.late_rank
+    return (
+        f"{share}; no rank is late all the time" if late is None else f"{share}; {late.describe()}"
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
