@@ -35,6 +35,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "paceline.cli.doctor",
         "show what this machine and installation offer, and whether they work",
     ),
+    "completion": ("paceline.cli.completion", "print a script that completes commands in a shell"),
 }
 
 
