@@ -4,11 +4,13 @@ real jobs.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
 import re
 import signal
+import socket
 import subprocess
 import sys
 
@@ -178,6 +180,26 @@ def test_the_card_of_an_elastic_job_counts_its_ranks(tmp_path):
     assert head == "paceline: train.py finished after 20 steps on 2 ranks"
     # The replacement may come when the job is over.
     assert re.fullmatch(r"[23] generations; 1 rank lost, [01] joined", rows["elastic"])
+
+
+@pytest.mark.slow
+def test_each_of_several_launchers_speaks_of_its_own_ranks(tmp_path):
+    script = _script(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    place = (TORCH, "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test")
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(
+                launched(run_command(script, ranks=ranks, options=(*place, f"--node-rank={node}")))
+            )
+            for node, ranks in ((0, 2), (1, 1))
+        ]
+        assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.stderr for job in jobs)
+    assert [_card(job)[0].partition(" on ")[2] for job in jobs] == [
+        "2 of 3 ranks, those of this host",
+        "1 of 3 ranks, those of this host",
+    ]
 
 
 # -- paceline top ----------------------------------------------------------------------------------
