@@ -131,6 +131,15 @@ def launched(
         process.wait()
 
 
+def run_to_end(command: list[str], code: int = 0, **options: object) -> Launched:
+    """Start a program that ends by itself, with this exit code, and leaves nothing behind."""
+    with launched(command, **options) as job:
+        found = job.wait()
+        assert found == code, job.stderr
+        assert job.left_after(2.0) == []
+    return job
+
+
 def _restore_signals() -> None:
     """Undo what `nohup`, or a script's background, made the tests ignore and pass on."""
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):

@@ -15,19 +15,12 @@ from tests.harness.launched import (
     launched,
     reserved_port,
     run_command,
+    run_to_end,
     wait_for_files,
     write_script,
 )
 
 TORCH = "--preload=torch"
-
-
-def _run(command, code=0, **options):
-    with launched(command, **options) as job:
-        found = job.wait()
-        assert found == code, job.stderr
-        assert job.left_after(2.0) == []
-    return job
 
 
 def _by_rank(job):
@@ -55,7 +48,7 @@ def test_a_script_runs_as_python_would_run_it(tmp_path, method):
     folder.mkdir()
     (folder / "helper.py").write_text("WORD = 'found'\n")
     script = write_script(folder, LIKE_PYTHON)
-    job = _run(
+    job = run_to_end(
         run_command(script, "--lr", "-n", "0.1", options=(f"--start-method={method}",)),
         cwd=tmp_path,
     )
@@ -80,7 +73,7 @@ def test_a_module_runs_as_python_m_would_run_it(tmp_path):
         "package.train",
         "-x",
     ]
-    assert _by_rank(_run(command, cwd=tmp_path)) == ["__main__ package ['-x']"] * 2
+    assert _by_rank(run_to_end(command, cwd=tmp_path)) == ["__main__ package ['-x']"] * 2
 
 
 def test_ranks_differ_where_processes_do_and_agree_on_their_place(tmp_path):
@@ -94,7 +87,7 @@ def test_ranks_differ_where_processes_do_and_agree_on_their_place(tmp_path):
     )
     found = [
         line.split()
-        for line in _by_rank(_run(run_command(script, ranks=2, options=("--preload=numpy",))))
+        for line in _by_rank(run_to_end(run_command(script, ranks=2, options=("--preload=numpy",))))
     ]
     assert [line[:4] for line in found] == [["0", "0", "2", "2"], ["1", "1", "2", "2"]]
     assert found[0][4] != found[1][4]
@@ -120,7 +113,7 @@ MEET = """
 
 @pytest.mark.parametrize("backend", ["paceline", "gloo", "stock"])
 def test_ranks_meet_and_leave_without_warnings(tmp_path, backend):
-    job = _run(
+    job = run_to_end(
         run_command(write_script(tmp_path, MEET), backend, options=(TORCH,)),
         env={"PACELINE_THREADS": "1"},
     )
@@ -145,7 +138,7 @@ def test_a_forked_child_that_exits_leaves_the_group_to_its_parent(tmp_path):
         print(value.item(), os.path.exists(f"/proc/{child}"))
         """,
     )
-    job = _run(run_command(script, options=(TORCH,)))
+    job = run_to_end(run_command(script, options=(TORCH,)))
     assert _by_rank(job) == ["2.0 False"] * 2
     assert job.stderr == ""
 
@@ -153,7 +146,7 @@ def test_a_forked_child_that_exits_leaves_the_group_to_its_parent(tmp_path):
 def test_two_jobs_at_once(tmp_path):
     command = run_command(write_script(tmp_path, MEET), "gloo", options=(TORCH,))
     jobs = []
-    threads = [threading.Thread(target=lambda: jobs.append(_run(command))) for _ in range(2)]
+    threads = [threading.Thread(target=lambda: jobs.append(run_to_end(command))) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -172,7 +165,9 @@ def test_two_hosts_meet_through_torch_s_rendezvous(tmp_path, kind):
     def node(rank, ranks):
         place = ("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=test")
         which = (f"--node-rank={rank}",) if kind == "static" else ()
-        jobs.append(_run(run_command(script, "gloo", ranks=ranks, options=(TORCH, *place, *which))))
+        jobs.append(
+            run_to_end(run_command(script, "gloo", ranks=ranks, options=(TORCH, *place, *which)))
+        )
 
     threads = [threading.Thread(target=node, args=pair) for pair in ((0, 2), (1, 1))]
     with reserved_port() as port:
@@ -196,7 +191,7 @@ def test_much_output_of_many_ranks_is_never_torn(tmp_path):
             sys.stdout.write(f"{i}:" + "x" * 100 + "\\n")
         """,
     )
-    job = _run(run_command(script, ranks=3))
+    job = run_to_end(run_command(script, ranks=3))
     for rank in range(3):
         lines = [line for line in job.stdout.splitlines() if line.startswith(f"[{rank}] ")]
         assert lines == [f"[{rank}] {i}:" + "x" * 100 for i in range(2000)]
@@ -204,7 +199,9 @@ def test_much_output_of_many_ranks_is_never_torn(tmp_path):
 
 def test_quiet_ranks_and_logs(tmp_path):
     script = write_script(tmp_path, "import os\nprint('from', os.environ['RANK'])\n")
-    job = _run(run_command(script, options=("--quiet-ranks", f"--log-dir={tmp_path / 'logs'}")))
+    job = run_to_end(
+        run_command(script, options=("--quiet-ranks", f"--log-dir={tmp_path / 'logs'}"))
+    )
     assert job.stdout == "[0] from 0\n"
     assert (tmp_path / "logs" / "rank-1.log").read_text() == "from 1\n"
 
@@ -225,7 +222,7 @@ def test_names_values_and_output_that_are_no_text(tmp_path, method):
     )
     logs, traces = folder / os.fsdecode(b"l\xff"), folder / os.fsdecode(b"t\xff")
     options = (f"--start-method={method}", f"--log-dir={logs}", f"--trace={traces}")
-    job = _run(
+    job = run_to_end(
         run_command(script.name, os.fsdecode(b"a\xff"), ranks=1, options=options),
         cwd=folder,
         env={"ODD": os.fsdecode(b"v\xff")},
@@ -277,7 +274,9 @@ def test_errors_in_the_group_name_the_cause_not_the_consequence(tmp_path):
         """,
     )
     for backend in ("paceline", "gloo"):
-        job = _run(run_command(script, options=(TORCH,)), code=1, env={"PACELINE_BACKEND": backend})
+        job = run_to_end(
+            run_command(script, options=(TORCH,)), code=1, env={"PACELINE_BACKEND": backend}
+        )
         assert "rank 1" in job.last_line
         assert "RuntimeError: the loss is nan" in job.last_line
 
@@ -295,7 +294,7 @@ def test_a_step_that_fails_on_one_rank_is_that_rank_s_failure(tmp_path):
             model(torch.ones(4, width)).sum().backward()
         """,
     )
-    job = _run(run_command(script, options=(TORCH,)), code=1)
+    job = run_to_end(run_command(script, options=(TORCH,)), code=1)
     assert "rank 1" in job.last_line, job.stderr
     assert "failed first: RuntimeError: mat1 and mat2 shapes" in job.last_line
 
@@ -316,7 +315,7 @@ def test_a_rank_that_raises_before_and_in_the_meeting(tmp_path):
         ("before", "RuntimeError: too early"),
         ("in", "ConfigError: PACELINE_THREADS"),
     ):
-        job = _run(run_command(script, moment, options=(TORCH,)), code=1)
+        job = run_to_end(run_command(script, moment, options=(TORCH,)), code=1)
         assert "rank 1" in job.last_line
         assert message in job.last_line
         assert job.stderr.count("  File ") == 1  # the script's own line
@@ -330,6 +329,6 @@ def test_the_image_is_shared_not_started_anew(tmp_path):
         "threads = len(os.listdir('/proc/self/task'))\n"
         "print('torch' in sys.modules, threads, os.getppid())\n",
     )
-    lines = [line.split() for line in _by_rank(_run(run_command(script, options=(TORCH,))))]
+    lines = [line.split() for line in _by_rank(run_to_end(run_command(script, options=(TORCH,))))]
     assert [line[:2] for line in lines] == [["True", "1"]] * 2
     assert lines[0][2] == lines[1][2]

@@ -16,7 +16,7 @@ import sys
 
 import pytest
 
-from tests.harness.launched import launched, run_command, wait_for_files, write_script
+from tests.harness.launched import launched, run_command, run_to_end, wait_for_files, write_script
 
 TORCH = "--preload=torch,torch.distributed"
 TRAIN = """
@@ -43,14 +43,6 @@ def _script(folder, step="pass"):
     return write_script(folder, TRAIN.replace("__STEP__", step))
 
 
-def _run(command, code=0, **options):
-    with launched(command, **options) as job:
-        found = job.wait()
-        assert found == code, job.stderr
-        assert job.left_after(2.0) == []
-    return job
-
-
 def _card(job):
     """The lines of the card, by their labels."""
     lines = job.stderr.splitlines()
@@ -63,7 +55,7 @@ def test_a_training_ends_with_a_card(tmp_path):
     step = "rank == 1 and time.sleep(0.1)"
     file, trace = tmp_path / "run.json", tmp_path / "trace"
     options = (TORCH, f"--summary-json={file}", f"--trace={trace}", "--log-prefix={rank}> ")
-    job = _run(run_command(_script(tmp_path, step), options=options))
+    job = run_to_end(run_command(_script(tmp_path, step), options=options))
     assert sorted(job.stdout.splitlines()) == ["0> done", "1> done"]
     head, rows = _card(job)
     assert head == "paceline: train.py finished after 10 steps on 2 ranks"
@@ -95,7 +87,7 @@ def test_a_training_ends_with_a_card(tmp_path):
 def test_a_rank_that_is_killed_leaves_its_figures_behind(tmp_path, method):
     step = "step == 7 and rank == 1 and os.kill(os.getpid(), signal.SIGKILL)"
     options = (TORCH, f"--start-method={method}")
-    job = _run(run_command(_script(tmp_path, step), options=options), 128 + signal.SIGKILL)
+    job = run_to_end(run_command(_script(tmp_path, step), options=options), 128 + signal.SIGKILL)
     lines = job.stderr.splitlines()
     failed = next(index for index, line in enumerate(lines) if "failed first" in line)
     head, rows = _card(job)
@@ -119,7 +111,7 @@ def test_a_script_that_does_not_train_sees_nothing_new(tmp_path):
     script = write_script(tmp_path, "import sys; print('out'); print('err', file=sys.stderr)")
     file = tmp_path / "run.json"
     options = ("--log-prefix=", f"--summary-json={file}")
-    job = _run(run_command(script, ranks=1, options=options))
+    job = run_to_end(run_command(script, ranks=1, options=options))
     assert (job.stdout, job.stderr) == ("out\n", "err\n")
     assert json.loads(file.read_text())["steps"] == 0
 
@@ -127,7 +119,7 @@ def test_a_script_that_does_not_train_sees_nothing_new(tmp_path):
 def test_no_summary_turns_the_card_off(tmp_path):
     trace = tmp_path / "trace"
     options = (TORCH, "--no-summary", f"--trace={trace}")
-    job = _run(run_command(_script(tmp_path), ranks=1, options=options))
+    job = run_to_end(run_command(_script(tmp_path), ranks=1, options=options))
     assert f"paceline: timeline: {trace / 'timeline.html'}\n" in job.stderr
     assert " after " not in job.stderr
 
@@ -144,7 +136,7 @@ def test_no_summary_turns_the_card_off(tmp_path):
 )
 def test_wrong_options_are_refused_before_the_job_starts(tmp_path, option, words):
     script = write_script(tmp_path, "print('started')")
-    job = _run(run_command(script, options=(option,)), 2)
+    job = run_to_end(run_command(script, options=(option,)), 2)
     assert words in job.stderr
     assert job.stdout == ""
 
@@ -175,7 +167,7 @@ def test_the_card_of_an_elastic_job_counts_its_ranks(tmp_path):
     )
     options = (TORCH, "--elastic=1:2")
     command = run_command(script, str(tmp_path), options=options)
-    job = _run(command)
+    job = run_to_end(command)
     head, rows = _card(job)
     assert head == "paceline: train.py finished after 20 steps on 2 ranks"
     # The replacement may come when the job is over.

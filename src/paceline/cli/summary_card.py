@@ -5,8 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator
 
-from paceline.diagnostics.run_summary import RunSummary
-from paceline.telemetry.status_page import Phase
+from paceline.diagnostics.run_summary import RunSummary, phase_label
 
 __all__ = ["render_card"]
 
@@ -95,12 +94,8 @@ def _speed(summary: RunSummary) -> str:
 
 def _phases(summary: RunSummary) -> str:
     shares = sorted(summary.shares.items(), key=lambda item: -item[1])
-    shown = [f"{_name(phase)} {share:.0%}" for phase, share in shares if share >= _SHOWN_FROM]
+    shown = [f"{phase_label(phase)} {share:.0%}" for phase, share in shares if share >= _SHOWN_FROM]
     return ", ".join(shown)
-
-
-def _name(phase: Phase) -> str:
-    return "waiting" if phase is Phase.SYNCHRONISE else phase.name.lower()
 
 
 def _waiting(summary: RunSummary) -> str:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from paceline.diagnostics.run_summary import RunSummary
+from paceline.diagnostics.run_summary import RunSummary, phase_label
 from paceline.telemetry.status_page import Phase
 
 __all__ = ["RunComparison"]
@@ -82,7 +82,7 @@ class RunComparison:
         first, second = self.first.step_ms, self.second.step_ms
         for phase in Phase:
             if phase in first or phase in second:
-                label = f"{_name(phase)}, ms a step"
+                label = f"{phase_label(phase)}, ms a step"
                 yield _Row(label, first.get(phase, 0.0), second.get(phase, 0.0), 2)
 
     def table(self) -> str:
@@ -134,10 +134,6 @@ class RunComparison:
             "step_ms_ratio": {row.label.partition(",")[0]: row.ratio for row in self._phases()},
             "sentence": self.sentence(),
         }
-
-
-def _name(phase: Phase) -> str:
-    return "waiting" if phase is Phase.SYNCHRONISE else phase.name.lower()
 
 
 def _shortened(name: str) -> str:

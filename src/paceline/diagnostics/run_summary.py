@@ -27,10 +27,22 @@ from paceline.errors import ConfigError
 from paceline.telemetry.status_page import Phase
 from paceline.telemetry.trace_writer import Kind
 
-__all__ = ["ElasticFigures", "RankLife", "RunSummary", "read_summary", "summarise_timeline"]
+__all__ = [
+    "ElasticFigures",
+    "RankLife",
+    "RunSummary",
+    "phase_label",
+    "read_summary",
+    "summarise_timeline",
+]
 
 _FORMAT = 1
 _IN_STEP = frozenset({Phase.LOADER, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER})
+
+
+def phase_label(phase: Phase) -> str:
+    """What a table calls it."""
+    return "waiting" if phase is Phase.SYNCHRONISE else phase.name.lower()
 
 
 @dataclasses.dataclass(frozen=True)
