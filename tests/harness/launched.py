@@ -18,8 +18,10 @@ from collections.abc import Iterator
 
 _MARK = "PACELINE_TEST_MARK"
 _CARD = re.compile(r"^paceline: \S+ (?:finished|failed|was stopped) after ", re.MULTILINE)
-# The tests' own rank variables, and a colour terminal, are not those of a launched job.
+# The tests' own rank variables, and their terminal, are not those of a launched job.
 _NOT_PASSED_ON = (
+    "COLUMNS",
+    "LINES",
     "RANK",
     "WORLD_SIZE",
     "LOCAL_RANK",

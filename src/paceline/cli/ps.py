@@ -77,7 +77,8 @@ def show_job(
     now = time.monotonic_ns()
     running = (now - min(view.page.started_ns for view in views if view.page is not None)) / 1e9
     here = "" if len(views) == page.world else f" ({len(views)} of them on this host)"
-    ranks, generations = f"{page.world} ranks{here}", ""
+    many = "" if page.world == 1 else "s"
+    ranks, generations = f"{page.world} rank{many}{here}", ""
     # Several hosts may be simulated on one: their pages tell the same.
     for elastic in find_job_pages(page.job):
         ranks, generations = _count_members(elastic), _list_generations(elastic, now)
