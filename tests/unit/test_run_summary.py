@@ -214,6 +214,11 @@ def test_the_card_says_how_far_a_run_came(outcome, words):
     )
 
 
+def test_a_run_that_is_stopped_in_its_first_step_has_a_card_too():
+    text = render_card(summary(page(0, world=1, steps=1, last=1), outcome="stopped"), width=80)
+    assert text == "paceline: train.py was stopped after 1 step on 1 rank\n  speed  0.0 s"
+
+
 def test_a_narrow_terminal_has_narrow_lines_and_a_colourful_one_the_same_words():
     run = two_ranks(timeline="runs/timeline.html")
     wide = render_card(run)

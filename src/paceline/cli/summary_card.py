@@ -74,7 +74,8 @@ def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
 
 
 def _advice(summary: RunSummary) -> Iterator[tuple[str, str]]:
-    yield "time", _phases(summary)
+    if phases := _phases(summary):  # none yet in the middle of the first step
+        yield "time", phases
     if summary.ranks > 1:
         yield "waiting", _waiting(summary)
     if (hint := summary.optimizer_hint) is not None:
