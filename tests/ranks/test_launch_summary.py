@@ -188,10 +188,8 @@ def test_each_of_several_launchers_speaks_of_its_own_ranks(tmp_path):
             for node, ranks in ((0, 2), (1, 1))
         ]
         assert [job.wait() for job in jobs] == [0, 0], "\n".join(job.stderr for job in jobs)
-    assert [_card(job)[0].partition(" on ")[2] for job in jobs] == [
-        "2 of 3 ranks, those of this host",
-        "1 of 3 ranks, those of this host",
-    ]
+    ranks = [_card(job)[0].partition(" on ")[2] for job in jobs]
+    assert ranks == ["2 of 3 ranks", "1 of 3 ranks"]
 
 
 # -- paceline top ----------------------------------------------------------------------------------

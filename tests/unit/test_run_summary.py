@@ -209,9 +209,7 @@ def test_the_card_says_how_far_a_run_came(outcome, words):
     assert f"train.py {words} after 1 step on 1 rank\n" in render_card(
         summary(page(0, world=1, steps=1, forward=1), outcome=outcome)
     )
-    assert "on 1 of 4 ranks, those of this host" in render_card(
-        summary(page(2, world=4, forward=1), outcome=outcome)
-    )
+    assert "on 1 of 4 ranks\n" in render_card(summary(page(2, world=4, forward=1), outcome=outcome))
 
 
 def test_a_run_that_is_stopped_in_its_first_step_has_a_card_too():

@@ -54,7 +54,8 @@ def _head(summary: RunSummary) -> str:
 
 def _ranks(summary: RunSummary) -> str:
     if summary.elastic is None and summary.ranks < summary.world:
-        return f"{summary.ranks} of {summary.world} ranks, those of this host"
+        # The others are on other hosts, or have not trained.
+        return f"{summary.ranks} of {summary.world} ranks"
     return _count(summary.ranks, "rank")
 
 
