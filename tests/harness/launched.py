@@ -41,7 +41,7 @@ class Launched:
     stdout: str = ""
     stderr: str = ""
 
-    def wait(self, timeout: float = 90.0) -> int:
+    def wait(self, timeout: float = 180.0) -> int:
         """Its exit code; collects the output."""
         self.stdout, self.stderr = self.process.communicate(timeout=timeout)
         return self.process.returncode
@@ -159,7 +159,7 @@ def reserved_port() -> Iterator[int]:
         yield reservation.getsockname()[1]
 
 
-def wait_for_files(*paths: pathlib.Path, timeout: float = 60.0) -> None:
+def wait_for_files(*paths: pathlib.Path, timeout: float = 150.0) -> None:
     """Until all exist and are not empty: how a script tells a test how far it is."""
     deadline = time.monotonic() + timeout
     while not all(path.exists() and path.stat().st_size for path in paths):

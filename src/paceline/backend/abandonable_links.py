@@ -10,6 +10,7 @@ notices, and the kernel would try for a quarter of an hour: so it is told to giv
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -74,7 +75,8 @@ def connect_unless_obsolete(
         made.append(Links(meeting, placement, comm, limit))
         for name, descriptor in open_sockets().items():
             if name not in before:
-                give_up_when_silent(descriptor, _SILENCE_LIMIT_S)
+                with contextlib.suppress(OSError):  # another thread's, and closed meanwhile
+                    give_up_when_silent(descriptor, _SILENCE_LIMIT_S)
 
     ticket = CallTicket(connect)
     threading.Thread(target=ticket.run, name="paceline-connect", daemon=True).start()
