@@ -40,6 +40,7 @@ _FROM_LAUNCHER = "paceline: "
 _TAIL_LINES = 30
 # What is left of the last steps: a rank that ends there has nobody left to hand its work to.
 _STRUCK_PART = 0.95
+_NO_STATE = -1
 
 
 class _Kind(enum.Enum):
@@ -246,10 +247,11 @@ class _Adversary:
         return None
 
     def _strike_until_over(self, page: JobPage) -> None:
-        step, since = -1, time.monotonic()
+        step, since = _NO_STATE, time.monotonic()
         while self._process.poll() is None:
             now, reached = time.monotonic(), _step_of(page)
-            if reached != step:
+            # Nobody has a state while all are lost, nor when all have ended after the last step.
+            if reached not in {step, _NO_STATE}:
                 if reached < step - 1:  # no two ranks are further apart
                     self._note_restart(reached)
                 step, since = reached, now
@@ -312,22 +314,21 @@ class _Adversary:
                 lines.append(f"  {kind.value:<26}{len(strikes):>6}{median:>25}{longest:>10}")
         lines.append(f"  {self._generations} generations")
         if self._times_all_lost:
-            lines.append(
-                f"  all ranks were lost {self._times_all_lost} times: those after them began again"
-            )
+            times = "once" if self._times_all_lost == 1 else f"{self._times_all_lost} times"
+            lines.append(f"  all ranks were lost {times}: those after them began again")
         if self._planned:
             lines.append(f"  {len(self._planned)} faults were not reached: the run was over before")
         return "\n".join(lines)
 
 
 def _step_of(page: JobPage) -> int:
-    """How far the job is; -1 if no rank has a state. A slot keeps the step of the process that was
-    in it, which counts no more: those after it may have begun again.
+    """How far the job is; `_NO_STATE` if no rank has one. A slot keeps the step of the process that
+    was in it, which counts no more: those after it may have begun again.
     """
     steps = [
         page.step_in(slot) for slot in range(page.max_ranks) if page.member_in(slot) is not None
     ]
-    return max((step for step in steps if step is not None), default=-1)
+    return max((step for step in steps if step is not None), default=_NO_STATE)
 
 
 def _compare(expected: dict[int, Digests], found: list[tuple[int, Digests]]) -> int:
