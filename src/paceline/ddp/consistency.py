@@ -8,7 +8,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -16,9 +16,27 @@ from paceline.ddp.transport import Transport
 from paceline.ddp.weight_digest import can_use_core, digest, digest_of_digests
 from paceline.errors import MismatchError
 
-__all__ = ["DriftCheck", "check_same_model", "describe", "differences"]
+__all__ = ["DriftCheck", "SmallGathers", "check_same_model", "describe", "differences"]
 
 _SHOWN = 10
+
+
+class SmallGathers(Protocol):
+    """Brings a few bytes of every rank to all of them: a `Transport`, for one."""
+
+    @property
+    def rank(self) -> int:
+        """This one."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The numbers of the ranks in the job; empty if these are all."""
+
+    def all_gather_small(self, row: torch.Tensor) -> torch.Tensor:
+        """Every rank's row, one below the other."""
+
+    def all_gather_text(self, text: str) -> list[str]:
+        """Every rank's text."""
 
 
 def describe(
@@ -44,17 +62,17 @@ def _shape(tensor: torch.Tensor) -> str:
     return text
 
 
-def check_same_model(transport: Transport, description: Mapping[str, str]) -> None:
+def check_same_model(ranks: SmallGathers, description: Mapping[str, str]) -> None:
     """Compare descriptions over all ranks. One small exchange when they agree; every rank raises
     when they do not.
     """
     text = json.dumps(list(description.items()))
     fingerprint = hashlib.sha256(text.encode()).digest()
     row = torch.frombuffer(bytearray(fingerprint), dtype=torch.int32).clone()
-    table = transport.all_gather_small(row)
+    table = ranks.all_gather_small(row)
     if bool((table == row).all()):
         return
-    items_by_rank = [json.loads(gathered) for gathered in transport.all_gather_text(text)]
+    items_by_rank = [json.loads(gathered) for gathered in ranks.all_gather_text(text)]
     descriptions_by_rank = [dict(items) for items in items_by_rank]
     orders = [[name for name, _ in items] for items in items_by_rank]
     differing = differences(descriptions_by_rank, orders)
@@ -65,7 +83,7 @@ def check_same_model(transport: Transport, description: Mapping[str, str]) -> No
         for rank, items in enumerate(items_by_rank)
     }
     raise MismatchError(
-        f"the model is not the same on all ranks (this is rank {transport.rank}):\n{lines}{more}\n"
+        f"the model is not the same on all ranks (this is rank {ranks.rank}):\n{lines}{more}\n"
         "Build the same model, in the same order and dtype, on every rank, and wrap it with the "
         "same arguments.",
         values,

@@ -28,17 +28,16 @@ from paceline._interpreter import find_caller
 from paceline._torch_internals import tell_scaler_of_inf
 from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
-from paceline.ddp import DistributedDataParallel
 from paceline.ddp.deferred_sum import DeferredSum
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.step_partners import registrations
 from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
+from paceline.optim.averaging_ranks import AveragingRanks, ModelRanks, find_ranks, registrations
 from paceline.optim.divided_step import DividedStep, find_model_to_divide, why_not_summed
 from paceline.optim.gradient_norm import (
     check_max_norm,
     clip_factor,
     squares_of,
     squares_of_tables,
+    total_of,
 )
 from paceline.optim.interrupted_step import InterruptedStep, UpdatedArray, record_parts
 from paceline.optim.one_pass import OnePass, say_what_grad_holds
@@ -54,9 +53,6 @@ from paceline.optim.shared_step import (
     SharedParameter,
     SharedStep,
     Verdict,
-    find_model,
-    has_all_parameters,
-    has_averaged_all,
     is_worth_sharing,
     refuse_shared_twice,
     refuse_to_share,
@@ -126,6 +122,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     _deferred: DeferredSum | None
     _summed_by: DividedStep | None
     _release: weakref.finalize[..., NativeOptimizer] | None
+    _keeps_apart_from: AveragingRanks | None  # sharing with these was tried, and given up
     _seen_models: int  # how many had been registered when there was none of ours
     _seen_undivided: int  # as above
 
@@ -138,6 +135,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._deferred, self._summed_by = None, None
         self._shared, self._release, self._seen_models = None, None, 0
         self._seen_undivided = 0
+        self._keeps_apart_from = None
         self._interrupted = None
         return self
 
@@ -237,9 +235,9 @@ class NativeOptimizer(torch.optim.Optimizer):
         ]
         clip = 1.0
         if clip_by is not None:
-            clip = clip_by(_squares_alone(steps))
+            clip = clip_by(total_of(_squares_alone(steps)))
         elif self._max_norm is not None:
-            clip = clip_factor(_squares_alone(steps), grad_scale, self._max_norm)
+            clip = clip_factor(total_of(_squares_alone(steps)), grad_scale, self._max_norm)
         for step in steps:
             self._run(step, grad_scale, clip)
 
@@ -336,24 +334,32 @@ class NativeOptimizer(torch.optim.Optimizer):
 
     def _share_if_possible(self) -> bool:
         """Whether parameters and state are in shared memory, from now on at the latest."""
-        if self._shared is not None and (self._shared.is_released or self._shared.is_cut_off):
+        shared = self._shared
+        if shared is not None and (shared.is_released or shared.is_cut_off):
             self._separate("another optimizer shares them, or gradients are averaged elsewhere")
+            if shared.is_of_past_loop:
+                self._seen_models = -1
         if self._shared is not None:
             return True
         if self._seen_models == registrations():
             return False
         parameters = [p for group in self.param_groups for p in group["params"]]
-        model = find_model(parameters)
-        if model is not None and not has_averaged_all(model):
+        ranks = find_ranks(parameters)
+        if ranks is not None and not ranks.are_ready:
             return False
-        if model is None or not self._may_share(model, parameters) or not self._try_to_share(model):
+        if (
+            ranks is None
+            or ranks is self._keeps_apart_from
+            or not self._may_share(ranks, parameters)
+            or not self._try_to_share(ranks)
+        ):
             self._seen_models = registrations()
             return False
         return True
 
-    def _try_to_share(self, model: DistributedDataParallel) -> bool:
+    def _try_to_share(self, ranks: AveragingRanks) -> bool:
         try:
-            self._share(model)
+            self._share(ranks)
         except (MismatchError, NativeError) as error:
             # Raised on all ranks: their optimizers are not alike, or there is too little memory.
             if self._sharing is _Sharing.REQUIRED:
@@ -362,27 +368,23 @@ class NativeOptimizer(torch.optim.Optimizer):
             return False
         return True
 
-    def _may_share(
-        self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]
-    ) -> bool:
-        """Whether the ranks of this model can share these parameters, and gain by it: the same on
-        all of them.
+    def _may_share(self, ranks: AveragingRanks, parameters: Sequence[torch.Tensor]) -> bool:
+        """Whether these ranks can share these parameters, and gain by it: on all of them the
+        same.
         """
         if not is_worth_sharing(parameters):
             return False
         asked_for = "one_pass=True" if self._wants_one_pass else "shared=True"
-        reason = why_not_shared(model, asked_for)
+        reason = why_not_shared(ranks, asked_for)
         if self._sharing is _Sharing.REQUIRED:
             if reason is not None:
                 raise ConfigError(reason)
             refuse_shared_twice(parameters)
             return True
-        return reason is None and has_all_parameters(model, parameters)
+        return reason is None and ranks.covers(parameters)
 
-    def _share(self, model: DistributedDataParallel) -> SharedStep:
-        reducer = model.reducer
-        assert isinstance(reducer, Reducer)
-        names = {id(entry.parameter): entry.name for entry in reducer.managed}
+    def _share(self, ranks: AveragingRanks) -> SharedStep:
+        names = ranks.names
         chosen = [
             SharedParameter(names[id(parameter)], parameter, self.state_names(group))
             for group in self.param_groups
@@ -391,12 +393,12 @@ class NativeOptimizer(torch.optim.Optimizer):
         ]
         counter = new_step_counter(self.param_groups[0])
         self._tables.clear()
-        shared = SharedStep(model, chosen, self.state, counter.dtype, replaced=self._shared)
+        shared = SharedStep(ranks, chosen, self.state, counter.dtype, replaced=self._shared)
         if self._release is not None:
             self._release.detach()
         self._shared = shared
         if self._wants_one_pass or self._max_norm is not None:
-            self._exchange = StepExchange(model, [each.parameter for each in chosen])
+            self._exchange = StepExchange(shared.comm, [each.parameter for each in chosen])
         # Whoever changes the parameters when this optimizer is gone does so on every rank.
         self._release = weakref.finalize(self, shared.release)
         self._release.atexit = False
@@ -427,13 +429,14 @@ class NativeOptimizer(torch.optim.Optimizer):
         present = shared.present
         tables = self._tables_together(shared, grad_scale)
         while (verdict := self._begin_together(shared, present, tables)) is Verdict.SHARE_AGAIN:
-            shared = self._share(shared.model)
+            shared = self._share(shared.ranks)
             tables = self._tables_together(shared, grad_scale)
         if verdict is Verdict.FAILED:
             shared.raise_failure()
             return
         if verdict is Verdict.SEPARATE:
             self._forget_step([each for step in alone for each in step.tables])
+            self._keeps_apart_from = shared.ranks
             self._separate("the program changes them, or their gradients, rank by rank")
             self.step_groups(self.param_groups, grad_scale)
             return
@@ -480,7 +483,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         """With gradients that are the same on all ranks, or summed in the step."""
         summed = self._one_pass
         if summed is not None:
-            summed.place(shared.model)
+            summed.place()
         tables = []
         for index, group in enumerate(self.param_groups):
             members = [p for p in group["params"] if p in shared]
@@ -503,7 +506,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         try:
             content = b"".join(table.content() for table, _ in tables)
             if self._one_pass is not None:
-                content += self._one_pass.prepare(shared.model, present, tables)
+                content += self._one_pass.prepare(present, tables)
             for table, _ in tables:
                 table.update.make_part(*shared.part(present), shared.journal.address)
             verdict = shared.begin(
@@ -594,14 +597,16 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         if self._one_pass is not None and self._one_pass.goes_with is shared:
             return
-        model = shared.model
+        if not isinstance(shared.ranks, ModelRanks):
+            return  # a training hands out sums only
+        model = shared.ranks.model
         # All ranks have to be here, and backward must be over.
         if model.reducer.history.absent or model.reducer.in_backward:
             return
         parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
         deferred = DeferredSum(parameters, self)
         replaces = self._one_pass is not None
-        self._one_pass = OnePass(shared, deferred, type(self).__name__, replaces=replaces)
+        self._one_pass = OnePass(shared, model, deferred, type(self).__name__, replaces=replaces)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
@@ -717,7 +722,7 @@ class NativeOptimizer(torch.optim.Optimizer):
         # A rank without data hears of the others' step by their signals, and answers.
         if not divided.is_absent:
             self._refuse_local_gradients(divided)
-            squares = 0.0 if self._max_norm is None else _squares_alone(steps)
+            squares = 0.0 if self._max_norm is None else total_of(_squares_alone(steps))
             factor = divided.step(grad_scale, squares, self._deferred)
             if factor is None:
                 self._tell_scaler("another rank")
@@ -769,9 +774,11 @@ class NativeOptimizer(torch.optim.Optimizer):
             inspect.unwrap(self.stock.step)(stand_in)
 
 
-def _squares_alone(steps: Sequence[_GroupStep]) -> float:
-    total = sum(squares_of_tables(step.tables) for step in steps)
-    return sum((squares_of(step.others) for step in steps), total)
+def _squares_alone(steps: Sequence[_GroupStep]) -> list[float]:
+    return [
+        *(square for step in steps for square in squares_of_tables(step.tables)),
+        *(square for step in steps for square in squares_of(step.others)),
+    ]
 
 
 def write_common_numbers(numbers: Update, group: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ buckets, too.
 from __future__ import annotations
 
 import logging
+import weakref
 from array import array
 from collections.abc import Sequence
 
@@ -43,6 +44,7 @@ class OnePass:
     def __init__(
         self,
         shared: SharedStep,
+        model: DistributedDataParallel,
         deferred: DeferredSum,
         name: str,
         *,
@@ -54,7 +56,7 @@ class OnePass:
         self.goes_with = shared
         self._deferred = deferred
         self._addresses = _AddressTable(shared.comm, len(deferred))
-        model = shared.model
+        self._model = weakref.ref(model)
         model.defer_sums(deferred)
         if not replaces:
             say_what_grad_holds(model, name)
@@ -62,14 +64,13 @@ class OnePass:
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._deferred
 
-    def place(self, model: DistributedDataParallel) -> None:
+    def place(self) -> None:
         """Gradients that were put elsewhere since backward go where peers find them."""
         if self._deferred.weights is not None:
-            _reducer_of(model).place_deferred()
+            self._reducer.place_deferred()
 
     def prepare(
         self,
-        model: DistributedDataParallel,
         present: Sequence[int],
         tables: Sequence[tuple[ParameterTable, GradientArrays]],
     ) -> bytes:
@@ -82,7 +83,7 @@ class OnePass:
             for table, _ in tables:
                 table.update.sum_over_ranks((), ())
             return b""
-        transport = _reducer_of(model).transport
+        transport = self._reducer.transport
         assert isinstance(transport, ShmTransport)
         distances = [transport.distance_to(rank) for rank in present]
         factors = [weights[rank] for rank in present]
@@ -98,6 +99,13 @@ class OnePass:
     def forget_gradients(self) -> None:
         """They were zeroed."""
         self._deferred.forget()
+
+    @property
+    def _reducer(self) -> Reducer:
+        model = self._model()
+        assert model is not None, "the ranks of a step have a model"
+        assert isinstance(model.reducer, Reducer)
+        return model.reducer
 
 
 def say_what_grad_holds(model: DistributedDataParallel, name: str) -> None:
@@ -134,9 +142,3 @@ class _AddressTable:
         self._rows[self._comm.rank, column : column + len(addresses)].copy_(row)
         at = self._rows.data_ptr() + 8 * column
         return PrivateGradients(self._comm, tuple(present), at, self._stride)
-
-
-def _reducer_of(model: DistributedDataParallel) -> Reducer:
-    reducer = model.reducer
-    assert isinstance(reducer, Reducer)
-    return reducer

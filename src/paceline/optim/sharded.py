@@ -19,10 +19,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import increment_version
 
-from paceline.ddp import DistributedDataParallel
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.step_partners import registrations
 from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
+from paceline.optim.averaging_ranks import AveragingRanks, find_ranks, registrations
 from paceline.optim.interrupted_step import InterruptedStep, record_whole
 from paceline.optim.parameter_table import is_shareable
 from paceline.optim.shared_state import SharedState
@@ -30,9 +28,6 @@ from paceline.optim.shared_step import (
     SharedParameter,
     SharedStep,
     Verdict,
-    find_model,
-    has_all_parameters,
-    has_averaged_all,
     is_worth_sharing,
     why_not_shared,
 )
@@ -104,6 +99,7 @@ class Sharded(torch.optim.Optimizer):
         inner = self._inner = optimizer_class(params, *arguments, **options)
         self._plan = plan
         self._interrupted: InterruptedStep | None = None
+        self._keeps_apart_from: AveragingRanks | None = None  # sharing with these was given up
         self._forget_sharing()
         self._is_made = False
         super().__init__(inner.param_groups, inner.defaults)
@@ -166,6 +162,7 @@ class Sharded(torch.optim.Optimizer):
         if "_inner" in state:  # unpickled or copied
             self._inner, self._plan = state["_inner"], state["_plan"]
             self._interrupted = None
+            self._keeps_apart_from = None
             self._forget_sharing()
             self._is_made = True
             super().__setstate__({})
@@ -206,29 +203,32 @@ class Sharded(torch.optim.Optimizer):
         shared = self._shared
         if shared is not None and (shared.is_released or shared.is_cut_off):
             self._separate("another optimizer shares them, or gradients are averaged elsewhere")
+            if shared.is_of_past_loop:
+                self._seen_models = -1
         if self._shared is not None:
             return True
         if self._seen_models == registrations():
             return False
-        model = find_model(self._parameters)
-        if model is not None and not has_averaged_all(model):
+        ranks = find_ranks(self._parameters)
+        if ranks is not None and not ranks.are_ready:
             return False
-        if model is None or not self._may_share(model) or not self._try_to_share(model):
+        if ranks is None or not self._may_share(ranks) or not self._try_to_share(ranks):
             self._seen_models = registrations()
             return False
         return True
 
-    def _may_share(self, model: DistributedDataParallel) -> bool:
+    def _may_share(self, ranks: AveragingRanks) -> bool:
         parameters = self._parameters
         return (
             is_worth_sharing(parameters)
-            and why_not_shared(model) is None
-            and has_all_parameters(model, parameters)
+            and ranks is not self._keeps_apart_from
+            and why_not_shared(ranks) is None
+            and ranks.covers(parameters)
         )
 
-    def _try_to_share(self, model: DistributedDataParallel) -> bool:
+    def _try_to_share(self, ranks: AveragingRanks) -> bool:
         try:
-            self._share(model)
+            self._share(ranks)
         except (MismatchError, NativeError) as error:
             # Raised on all ranks: their optimizers are not alike, or there is too little memory.
             _logger.info("each rank steps all parameters: %s", error)
@@ -239,18 +239,17 @@ class Sharded(torch.optim.Optimizer):
     def _parameters(self) -> list[torch.Tensor]:
         return [parameter for group in self.param_groups for parameter in group["params"]]
 
-    def _share(self, model: DistributedDataParallel) -> SharedStep:
+    def _share(self, ranks: AveragingRanks) -> SharedStep:
         self._collect_state()
-        reducer = model.reducer
-        assert isinstance(reducer, Reducer)
-        names = {id(entry.parameter): entry.name for entry in reducer.managed}
+        names, comm = ranks.names, ranks.shared_memory
+        assert comm is not None
         chosen = [
             SharedParameter(names[id(parameter)], parameter, ())
             for parameter in self._parameters
             if id(parameter) in names and is_shareable(parameter)
         ]
-        owners = self._planned_owners([shared.parameter for shared in chosen], model)
-        shared = SharedStep(model, chosen, {}, torch.float32, replaced=self._shared)
+        owners = self._planned_owners([shared.parameter for shared in chosen], comm.size)
+        shared = SharedStep(ranks, chosen, {}, torch.float32, replaced=self._shared)
         if self._release is not None:
             self._release.detach()
         self._forget_sharing()
@@ -260,10 +259,7 @@ class Sharded(torch.optim.Optimizer):
         self._release.atexit = False
         return shared
 
-    def _planned_owners(
-        self, parameters: Sequence[torch.Tensor], model: DistributedDataParallel
-    ) -> dict[int, int]:
-        ranks = model.process_group.size()
+    def _planned_owners(self, parameters: Sequence[torch.Tensor], ranks: int) -> dict[int, int]:
         owners = list(self._plan(parameters, ranks))
         if len(owners) != len(parameters) or not all(owner in range(ranks) for owner in owners):
             raise ConfigError(
@@ -291,10 +287,11 @@ class Sharded(torch.optim.Optimizer):
             return
         present = shared.present
         while (verdict := self._begin(shared, present)) is Verdict.SHARE_AGAIN:
-            shared = self._share(shared.model)
+            shared = self._share(shared.ranks)
         if verdict is Verdict.FAILED:
             shared.raise_failure()
         elif verdict is Verdict.SEPARATE:
+            self._keeps_apart_from = shared.ranks
             self._separate("the program changes them, or their gradients, rank by rank")
             self._step_some([p for p in self._parameters if p in shared])
         else:
@@ -340,9 +337,7 @@ class Sharded(torch.optim.Optimizer):
 
     def _has_all_parameters(self, shared: SharedStep) -> bool:
         """Whether none was added that could be shared."""
-        reducer = shared.model.reducer
-        assert isinstance(reducer, Reducer)
-        averaged = {id(entry.parameter) for entry in reducer.managed}
+        averaged = shared.ranks.names
         return not any(
             id(parameter) in averaged and parameter not in shared and is_shareable(parameter)
             for parameter in self._parameters
@@ -408,9 +403,7 @@ class Sharded(torch.optim.Optimizer):
                 "the state of this optimizer has changed its shape while some ranks are without "
                 "data, and all are needed to make room for it. Let all ranks make the first steps"
             )
-        reducer = shared.model.reducer
-        assert isinstance(reducer, Reducer)
-        return SharedState(shared.comm, reducer.transport, stepped, self._shared_state)
+        return SharedState(shared.comm, shared.ranks.gathers, stepped, self._shared_state)
 
     def _take_state(self, parameters: Iterable[torch.Tensor]) -> None:
         """Have the state of these parameters as it was written down."""

@@ -19,7 +19,7 @@ import torch
 
 from paceline.core.communicator import Communicator
 from paceline.core.shared_memory import open_shared_memory, sums_over
-from paceline.ddp.transport import Transport
+from paceline.ddp.consistency import SmallGathers
 from paceline.errors import ConfigError
 
 __all__ = ["SharedState"]
@@ -75,7 +75,7 @@ class SharedState:
     def __init__(
         self,
         comm: Communicator,
-        transport: Transport,
+        gathers: SmallGathers,
         states: Mapping[int, _State],
         former: SharedState | None,
     ) -> None:
@@ -83,7 +83,7 @@ class SharedState:
         own = {number: _describe(state) for number, state in states.items()}
         if former is not None and comm.rank == 0:
             own = {**former._descriptions, **own}
-        gathered = transport.all_gather_text(json.dumps({k: _listed(v) for k, v in own.items()}))
+        gathered = gathers.all_gather_text(json.dumps({k: _listed(v) for k, v in own.items()}))
         self._descriptions: dict[int, _Description] = {
             int(number): _unlisted(listed)
             for text in gathered  # whoever has stepped a parameter comes after the first rank

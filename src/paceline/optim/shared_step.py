@@ -33,7 +33,6 @@ from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from paceline._linux import can_find_written_pages
 from paceline._malloc import return_freed_memory
@@ -43,11 +42,9 @@ from paceline.core.kernels import digest
 from paceline.core.meeting import Meeting, meeting_bytes
 from paceline.core.shared_memory import open_with_private_view, sums_over
 from paceline.core.update import ArrayUpdate
-from paceline.ddp import DistributedDataParallel
 from paceline.ddp.consistency import check_same_model, describe
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.step_partners import models_of
 from paceline.errors import ConfigError, MismatchError
+from paceline.optim.averaging_ranks import AveragingRanks, ModelRanks
 from paceline.optim.replica_view import ReplicaView, can_be_moved, lay_out
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import WaitLabel
@@ -57,9 +54,6 @@ __all__ = [
     "SharedParameter",
     "SharedStep",
     "Verdict",
-    "find_model",
-    "has_all_parameters",
-    "has_averaged_all",
     "is_worth_sharing",
     "refuse_shared_twice",
     "refuse_to_share",
@@ -159,53 +153,16 @@ def is_worth_sharing(parameters: Sequence[torch.Tensor]) -> bool:
     return sum(parameter.nbytes for parameter in parameters) >= _WORTH_SHARING_BYTES
 
 
-def find_model(parameters: Sequence[torch.Tensor]) -> DistributedDataParallel | None:
-    """The model whose ranks average the gradients of these parameters, and did so last; None if
-    there is none, or but one process.
-
-    The last one: a model that was dropped may not be gone yet, on some of the ranks.
-    """
-    models = [model for model in models_of(parameters) if model.process_group.size() > 1]
-    return max(models, key=lambda model: model.reducer.history.last_average, default=None)
-
-
-def has_all_parameters(model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether these are all that the model averages. An optimizer of some of them may be another
-    one on each rank, as in torch's ZeroRedundancyOptimizer: then the others would not come.
-    """
-    known = set(map(id, parameters))
-    reducer = model.reducer
-    return isinstance(reducer, Reducer) and all(
-        id(entry.parameter) in known for entry in reducer.managed
-    )
-
-
-def has_averaged_all(model: DistributedDataParallel) -> bool:
-    """Whether all ranks have averaged the gradients that are there. A rank without data will not
-    come to share its parameters.
-    """
-    reducer = model.reducer
-    return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
-
-
-def why_not_shared(model: DistributedDataParallel, asked_for: str = "shared=True") -> str | None:
-    """What keeps the ranks of a model from sharing its parameters, as a sentence with the cure.
-    `asked_for`: the argument that asks for it.
+def why_not_shared(ranks: AveragingRanks, asked_for: str = "shared=True") -> str | None:
+    """What keeps these ranks from sharing parameters, as a sentence with the cure. `asked_for`: the
+    argument that asks for it.
     """
     if not can_find_written_pages():
         return (
             f"{asked_for} needs /proc/self/pagemap, to notice what the program writes to its "
             f"parameters, and this system does not offer it. Leave {asked_for} out"
         )
-    if model.shared_memory is None:
-        return (
-            f"{asked_for} needs a model whose gradients are averaged in shared memory, and this "
-            f"{type(model.module).__name__}'s are not (backend "
-            f"{dist.get_backend(model.process_group)!r}): all ranks on one host, backend "
-            "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
-            f"mixed precision. Leave {asked_for} out"
-        )
-    return None
+    return ranks.why_not_shared(asked_for) if ranks.shared_memory is None else None
 
 
 def refuse_to_share(parameters: Sequence[torch.Tensor]) -> None:
@@ -236,7 +193,7 @@ class SharedStep:
 
     def __init__(
         self,
-        model: DistributedDataParallel,
+        ranks: AveragingRanks,
         parameters: Sequence[SharedParameter],
         states: MutableMapping[torch.Tensor, _State],
         counter_dtype: torch.dtype,
@@ -245,11 +202,11 @@ class SharedStep:
         """All ranks make this together, and have the same in their parameters and state. Whatever
         shared some of them before is released. `replaced`: this optimizer's former one.
         """
-        comm = model.shared_memory
+        comm = ranks.shared_memory
         assert comm is not None
-        self._model = weakref.ref(model)
+        self.ranks = ranks
         self.comm = comm
-        _check_same(model, parameters, states)
+        _check_same(ranks, parameters, states)
         # In a row, in which programs have written to parameters or state.
         self.disturbed_steps: int = 0 if replaced is None else replaced.disturbed_steps
         for other in list(_live):
@@ -259,18 +216,18 @@ class SharedStep:
         self._meeting = Meeting(comm, self._notes.address)
         self._journals = [Journal(address) for address in self._notes.journals]
         self._step_number = 0  # that of the meeting that begins it
-        self._label = _wait_label(model)
+        self._label = _wait_label(ranks)
         self._move_in(states)
         self.steps_made = 0  # as far as this rank knows
         self._state_was_read = False
-        averages = model.reducer.history.steps
+        averages = ranks.history.steps
         self._averages_used = averages - 1
         self._first_number = averages * _NUMBERS_PER_STEP
         self._number = 1
         self._open = False
         self.is_released = False
         _live.add(self)
-        model.step_partners.add(self)
+        ranks.add_partner(self)
 
     def _make_memory(
         self,
@@ -452,19 +409,18 @@ class SharedStep:
     # ----------------------------------------------------------------------------- meetings
 
     @property
-    def model(self) -> DistributedDataParallel:
-        model = self._model()
-        if model is None:
-            raise ConfigError(
-                "the DistributedDataParallel whose parameters this optimizer shares is gone; make "
-                "a new optimizer"
-            )
-        return model
+    def is_cut_off(self) -> bool:
+        """Whether gradients are averaged elsewhere by now, or not at all: a hook, another group,
+        the end of a training's loop.
+        """
+        return self.ranks.shared_memory is not self.comm
 
     @property
-    def is_cut_off(self) -> bool:
-        """Whether the model averages its gradients elsewhere by now: a hook, another group."""
-        return self.model.shared_memory is not self.comm
+    def is_of_past_loop(self) -> bool:
+        """Whether the loop of a training in which this was shared is over: the next one may share
+        anew.
+        """
+        return self.is_cut_off and not isinstance(self.ranks, ModelRanks)
 
     @property
     def is_disturbed(self) -> bool:
@@ -475,15 +431,12 @@ class SharedStep:
 
     @property
     def has_local_gradients(self) -> bool:
-        """Whether gradients may differ between ranks: nothing was averaged since the last step, or
-        a backward inside `no_sync()` came after it.
-        """
-        reducer = self.model.reducer
-        return reducer.window.open or reducer.history.steps == self._averages_used
+        """Whether gradients may differ between ranks, so that no step can be one for all."""
+        return self.ranks.has_local_gradients(self._averages_used)
 
     def refuse_local_gradients(self) -> None:
         """Raise if a backward inside `no_sync()` was the last."""
-        if self.model.reducer.window.open:
+        if self.ranks.has_local_gradients(averages_used=-1):
             raise ConfigError(
                 f"shared=True: the last backward on rank {self.comm.rank} was inside no_sync(), "
                 "so gradients differ between ranks, but a step in shared memory is one for all. "
@@ -493,7 +446,7 @@ class SharedStep:
     @property
     def present(self) -> list[int]:
         """The ranks that had data in the last step, and make the update."""
-        absent = self.model.reducer.history.absent
+        absent = self.ranks.history.absent
         return [rank for rank in range(self.comm.size) if rank not in absent]
 
     @property
@@ -504,7 +457,7 @@ class SharedStep:
     @property
     def is_absent(self) -> bool:
         """Whether this rank had no data in the last step, so that the others make the update."""
-        return self.comm.rank in self.model.reducer.history.absent
+        return self.comm.rank in self.ranks.history.absent
 
     def part(self, present: Sequence[int]) -> tuple[int, int]:
         """Which part of an update is this rank's, and how many there are."""
@@ -552,7 +505,7 @@ class SharedStep:
         if is_disturbed:
             self._publish(present, written)
         self._counters.copy_(self._notes.counters)
-        self._averages_used = self.model.reducer.history.steps
+        self._averages_used = self.ranks.history.steps
         self.journal.begin(self._step_number)
         return Verdict.GO
 
@@ -634,9 +587,7 @@ class SharedStep:
 
     def raise_failure(self) -> None:
         """Take part in what the rank that failed does, and raise what it says."""
-        reducer = self.model.reducer
-        assert isinstance(reducer, Reducer)
-        reducer.participate_without_data(lambda _signals: None)
+        self.ranks.raise_failure()
 
     def catch_up(self) -> None:
         """A rank that missed steps sees what the others have made. To be called when they are not
@@ -728,7 +679,7 @@ class SharedStep:
         """The number of the next meeting that begins a step: even. All who come know how many steps
         were averaged, also those who missed a meeting.
         """
-        steps = self.model.reducer.history.steps * _NUMBERS_PER_STEP - self._first_number
+        steps = self.ranks.history.steps * _NUMBERS_PER_STEP - self._first_number
         return max((self._number + 2) // 2 * 2, steps + 2)
 
     def _meet(
@@ -805,15 +756,13 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def _wait_label(model: DistributedDataParallel) -> WaitLabel:
-    kind = f"the optimizer step of {type(model.module).__name__}"
-    reducer = model.reducer
-    assert isinstance(reducer, Reducer)
-    return WaitLabel(kind, "", group_number(kind), reducer.transport.members).packed()
+def _wait_label(ranks: AveragingRanks) -> WaitLabel:
+    kind = f"the optimizer step of {ranks.model_name}"
+    return WaitLabel(kind, "", group_number(kind), ranks.gathers.members).packed()
 
 
 def _check_same(
-    model: DistributedDataParallel,
+    ranks: AveragingRanks,
     parameters: Sequence[SharedParameter],
     states: MutableMapping[torch.Tensor, _State],
 ) -> None:
@@ -827,9 +776,7 @@ def _check_same(
                 "none" if value is None else _digest_text(value)
             )
         description[shared.name] += f", content {_digest_text(shared.parameter)}"
-    reducer = model.reducer
-    assert isinstance(reducer, Reducer)
-    check_same_model(reducer.transport, description)
+    check_same_model(ranks.gathers, description)
 
 
 def _digest_text(tensor: torch.Tensor) -> str:

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
+from paceline.core.communicator import Communicator
 from paceline.core.meeting import Meeting, meeting_bytes
 from paceline.core.shared_memory import open_shared_memory
 from paceline.core.update import NORM_BLOCK_BYTES
-from paceline.ddp import DistributedDataParallel
 from paceline.errors import MismatchError
+from paceline.optim.gradient_norm import total_of
 from paceline.optim.parameter_table import GradientArrays, ParameterTable
 
 __all__ = ["StepExchange"]
@@ -26,9 +27,7 @@ _CACHE_LINE = 64
 class StepExchange:
     """Memory for these exchanges, made by all ranks together."""
 
-    def __init__(self, model: DistributedDataParallel, parameters: Sequence[torch.Tensor]) -> None:
-        comm = model.shared_memory
-        assert comm is not None
+    def __init__(self, comm: Communicator, parameters: Sequence[torch.Tensor]) -> None:
         self._rank = comm.rank
         blocks = sum(-(-parameter.nbytes // NORM_BLOCK_BYTES) for parameter in parameters)
         offset = -(-meeting_bytes(comm.size) // _CACHE_LINE) * _CACHE_LINE
@@ -46,18 +45,18 @@ class StepExchange:
     def sum_squares(
         self,
         tables: Sequence[tuple[ParameterTable, GradientArrays]],
-        besides: float,
+        besides: Sequence[float],
         present: Sequence[int],
         number: int,
     ) -> float:
         """The sum of squares of all gradients, the same bits on all ranks that are present,
-        whatever part of the tables each has. `besides`: that of gradients outside the tables.
+        whatever part of the tables each has. `besides`: those of gradients outside the tables.
         """
         count = 0
         for table, gradients in tables:
             table.sum_squares(gradients, self._blocks.data_ptr() + 8 * count)
             count += table.update.norm_blocks
-        (bits,) = struct.unpack("Q", struct.pack("d", besides))
+        (bits,) = struct.unpack("Q", struct.pack("d", total_of(besides)))
         answers = self._meeting.meet(number + 1, present, (bits, 0))
         if any(answer != bits for answer, _ in answers):
             norms = {
@@ -70,4 +69,4 @@ class StepExchange:
                 "cannot clip alike. Give those parameters to an optimizer of their own",
                 norms,
             )
-        return sum(self._blocks[:count].tolist(), besides)
+        return total_of([*self._blocks[:count].tolist(), *besides])

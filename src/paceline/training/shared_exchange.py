@@ -50,12 +50,12 @@ class SharedExchange:
         assert isinstance(group, PacelineGroup)
         assert isinstance(group.engine, HostEngine)
         self.rank, self.size, self.sharing = group.rank(), group.size(), sharing
-        self._comm = group.engine.comm
+        self.comm = group.engine.comm
         self._of_devices = GroupExchange(group, sharing)
         # A rank may hold as many nodes as there are shards.
         most_parts = (shards + 1) * self.size * _RING_BYTES_PER_PART
         self._ring_bytes = max(_RING_BYTES, -(-most_parts // 4096) * 4096)
-        self._label = WaitLabel(_NAME, "", group_number(_NAME), tuple(self._comm.names)).packed()
+        self._label = WaitLabel(_NAME, "", group_number(_NAME), tuple(self.comm.names)).packed()
         self._meetings = 0
         self._open(_FIRST_MESSAGE_BYTES)
         self._orders: dict[tuple[int, tuple[tuple[Node, ...], ...]], _Order] = {}
@@ -70,7 +70,7 @@ class SharedExchange:
         self._message_bytes = -(-message_bytes // _ALIGNMENT) * _ALIGNMENT
         messages = _ALIGNMENT + self._ring_bytes
         nbytes = messages + 2 * self._message_bytes
-        self._arena = arena = BucketArena.open(self._comm, nbytes, buckets=2)
+        self._arena = arena = BucketArena.open(self.comm, nbytes, buckets=2)
         code = DTYPE_CODES[torch.float32]
         arena.define(_MESSAGES, 0, 1, code, _SUM)
         arena.define_external(_GRADIENTS, _ALIGNMENT, self._ring_bytes, 1, code, _SUM)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -32,7 +33,9 @@ def tensor_digest(tensor: torch.Tensor | None) -> str:
     for part in parts:
         flat = part.detach().cpu().contiguous().view(-1)
         if flat.numel():
-            digest.update(flat.view(torch.uint8).numpy().tobytes())
+            # Not by numpy(), after which a parameter cannot be moved to shared memory any more.
+            flat = flat.view(torch.uint8)
+            digest.update(ctypes.string_at(flat.data_ptr(), flat.numel()))
     return digest.hexdigest()
 
 

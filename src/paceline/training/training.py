@@ -66,6 +66,7 @@ from paceline.training.shard_queue import HostClaims, NoClaims, ShardQueue
 from paceline.training.shard_random import ShardSeeds, TrainingRandomState
 from paceline.training.shared_exchange import SharedExchange
 from paceline.training.state_digest import DIGESTS, append_line, digest_line, tensor_digest
+from paceline.training.training_ranks import TrainingRanks
 from paceline.training.work_sharing import WorkSharing
 
 __all__ = ["Training"]
@@ -163,6 +164,13 @@ class Training:
         self._exchange: Exchange = (
             _exchange(shards, steal) if self._generations is None else self._generations.exchange
         )
+        # Not in an elastic job: a rank that is killed in a step would leave parameters that the
+        # others have as well half stepped.
+        self._ranks = (
+            TrainingRanks(self._exchange, model, self._optimizers.values())
+            if isinstance(self._exchange, SharedExchange)
+            else None
+        )
         self._price = (
             ShardPrice(model, shards, self._plan.batch_size // shards, self._exchange.size)
             if measure_shards and self._generations is None and self._exchange.rank == 0
@@ -251,13 +259,14 @@ class Training:
         if self._epoch_done:
             self._begin_next_epoch()
         with self._training_environment():
-            buffers, self._parameters = named_buffers(self.model), ParameterSet(self.model)
+            buffers = named_buffers(self.model)
+            self._find_parameters()
             inputs = self._inputs = self._epoch_inputs()
             setting, price = self._new_setting(buffers), self._price
             for number in range(self._batches_done, len(self._sampler)):
                 plan = self._plan.cut(self._sampler.share(number).size)
                 if self._parameters.has_changed():
-                    self._parameters = ParameterSet(self.model)
+                    self._find_parameters()
                     setting = self._new_setting(buffers)
                 step, deals = self._step, self._exchange.sharing.deal(plan.shards)
                 audit = self._audits.audit_of(step, deals)
@@ -283,6 +292,11 @@ class Training:
                     return
             self._epoch_done = True
 
+    def _find_parameters(self) -> None:
+        self._parameters = ParameterSet(self.model)
+        if self._ranks is not None:
+            self._ranks.enter_loop(self._parameters)
+
     def _new_setting(self, buffers: Sequence[NamedBuffer]) -> PassSetting:
         return PassSetting(
             self.model,
@@ -297,6 +311,8 @@ class Training:
         """The loop over the batches is over, or was left. A loop over shards that was left early is
         remembered: what follows must not use its gradients.
         """
+        if self._ranks is not None:
+            self._ranks.leave_loop()
         if self._inputs is not None:
             self._inputs.release()
             self._inputs = None
@@ -341,6 +357,8 @@ class Training:
 
     def _count_pass(self, result: PassResult) -> None:
         self._changed_buffers |= result.changed_buffers
+        if self._ranks is not None:
+            self._ranks.count_pass()
         if self._generations is not None:
             self._generations.count_pass()
         assert self._batch is not None
