@@ -31,6 +31,7 @@ SCRIPT = """
     import paceline
     from paceline.core.communicator import Communicator
     from paceline.launch.elastic_job import current_elastic_job
+    from paceline.optim import shared_step
     from paceline.training import checkpoint_directory, generations, training as training_module
     from paceline.training.elastic_exchange import ElasticExchange
     from paceline.training.generations import Generations
@@ -111,7 +112,9 @@ SCRIPT = """
     paceline.init_process_group(quiet=True)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Linear(8, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # In an elastic job replicas stay apart, however small parameters that are shared may be.
+    shared_step._WORTH_SHARING_BYTES = 0
+    optimizer = paceline.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.9)
     model[0].register_forward_pre_hook(lambda *_: die_at("forward"))
     model[0].weight.register_hook(lambda gradient: die_at("backward", 2))
@@ -154,6 +157,7 @@ SCRIPT = """
             wait_for_replacements()
             die_at("between batches")
         loss = evaluate()
+    assert optimizer._shared is None
     digest = hashlib.sha256(training.digest().encode()).hexdigest()
     (folder / f"digest-{job.member if job else 'alone'}").write_text(digest)
     (folder / f"loss-{job.member if job else 'alone'}").write_text(str(loss))

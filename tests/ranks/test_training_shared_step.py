@@ -306,11 +306,11 @@ def killed_in_a_step(rank, world):
             optimizer._shared.end = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(PeerLost, match="rank 1"):
             optimizer.step()
-        assert optimizer.interrupted_step is not None
         assert optimizer.interrupted_step.is_after  # it had made its part
         return
 
 
 def test_a_rank_that_is_killed_in_a_step_is_named_with_what_was_made_of_it():
-    with pytest.raises(RankDied):
-        run_ranks(2, killed_in_a_step)
+    survivor, lost = run_ranks(2, killed_in_a_step, check=False)
+    assert survivor.error is None
+    assert isinstance(lost.error, RankDied)
