@@ -5,6 +5,7 @@ classes take, and what is replaced under them.
 from __future__ import annotations
 
 import gc
+import itertools
 import pickle
 import threading
 import weakref
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 import paceline.optim
-from paceline.optim import SGD, Adagrad, Adam, AdamW
+from paceline.optim import SGD, Adagrad, Adam, AdamW, gradient_norm
 
 ALL = [SGD, Adam, AdamW, Adagrad]
 WITH_STATE = [lambda p: SGD(p, momentum=0.9), Adam, AdamW, Adagrad]
@@ -497,6 +498,30 @@ def test_clipped_after_the_scale_is_taken_out():
     scaler.scale((parameter * torch.tensor([3.0, 4.0, 0.0, 0.0])).sum()).backward()
     scaler.step(optimizer)
     torch.testing.assert_close(parameter.detach(), torch.tensor([-0.6, -0.8, 0.0, 0.0]))
+
+
+def test_the_norm_does_not_depend_on_how_parameters_are_grouped():
+    """Nor, with that, on which of them ranks have in shared memory."""
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(7, generator=generator).double() for _ in range(30)]
+
+    def stepped(*cuts):
+        parameters = [torch.nn.Parameter(torch.zeros_like(each)) for each in gradients]
+        bounds = [0, *cuts, len(parameters)]
+        pairs = itertools.pairwise(bounds)
+        optimizer = SGD([{"params": parameters[a:b]} for a, b in pairs], lr=1.0, max_norm=1.0)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+        return torch.cat([parameter.detach() for parameter in parameters])
+
+    expected = stepped()
+    for cut in range(1, 30):
+        assert torch.equal(stepped(cut), expected)
+
+
+def test_a_norm_beyond_all_numbers_is_infinite():
+    assert gradient_norm.total_of([1e308, 1e308]) == float("inf")
 
 
 def test_max_norm_goes_with_copies():
