@@ -9,6 +9,9 @@ only makes steps longer.
     training   `paceline.Training` with V shards
     ddp        `paceline.DistributedDataParallel` with the whole share of a rank at once
 
+All three step with torch's SGD, or with that of `paceline.optim`, which the ranks of `training` and
+`ddp` split among themselves.
+
 With `--slow-rank` the last rank pauses after each of its shards for as long as the shard took, and
 `Training` is compared with and without `steal`.
 """
@@ -47,6 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shards-per-rank", default="1,2,4,8", help="comma-separated (default: 1,2,4,8)"
     )
+    parser.add_argument(
+        "--optimizer",
+        default="torch",
+        choices=("torch", "paceline"),
+        help="whose SGD makes the steps (default: torch)",
+    )
     parser.add_argument("--backend", default="paceline", help="of the group (default: paceline)")
     parser.add_argument(
         "--slow-rank",
@@ -73,6 +82,7 @@ def run(options: argparse.Namespace) -> int:
             per_rank,
             options.rounds,
             options.slow_rank,
+            options.optimizer,
             directory,
             result,
         )
@@ -96,6 +106,7 @@ def _run_rank(
     per_rank: list[int],
     rounds: int,
     slow_rank: bool,
+    optimizer: str,
     directory: str,
     result: str,
 ) -> None:
@@ -104,7 +115,8 @@ def _run_rank(
     join_group(backend, directory, rank, world)
     steps = _steps_beside_a_slow_rank if slow_rank else _steps
     figures = {
-        name: _measure(cases()[name], steps(cases()[name], per_rank), rounds) for name in names
+        name: _measure(cases()[name], steps(cases()[name], per_rank, optimizer), rounds)
+        for name in names
     }
     if rank == 0:
         write_json(result, figures)
@@ -112,22 +124,31 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _steps(case: Case, per_rank: list[int]) -> _Steps:
+def _steps(case: Case, per_rank: list[int], optimizer: str) -> _Steps:
     """Variants "ddp", "bare 4", "training 4"."""
-    steps = {"ddp": _ddp_step(case)}
+    steps = {"ddp": _ddp_step(case, optimizer)}
     for count in _possible(case, per_rank):
-        steps[f"bare {count}"] = _bare_step(case, count)
-        steps[f"training {count}"] = _training_step(case, count)
+        steps[f"bare {count}"] = _bare_step(case, count, optimizer)
+        steps[f"training {count}"] = _training_step(case, count, optimizer)
     return steps
 
 
-def _steps_beside_a_slow_rank(case: Case, per_rank: list[int]) -> _Steps:
+def _steps_beside_a_slow_rank(case: Case, per_rank: list[int], optimizer: str) -> _Steps:
     """Variants "stealing 4", "even 4"."""
     steps = {}
     for count in _possible(case, per_rank):
-        steps[f"even {count}"] = _training_step(case, count, slow_rank=True, steal=False)
-        steps[f"stealing {count}"] = _training_step(case, count, slow_rank=True)
+        steps[f"even {count}"] = _training_step(case, count, optimizer, slow_rank=True, steal=False)
+        steps[f"stealing {count}"] = _training_step(case, count, optimizer, slow_rank=True)
     return steps
+
+
+def _sgd(model: torch.nn.Module, optimizer: str) -> torch.optim.Optimizer:
+    import torch
+
+    import paceline
+
+    kind = torch.optim.SGD if optimizer == "torch" else paceline.optim.SGD
+    return kind(model.parameters(), lr=1e-4)
 
 
 def _possible(case: Case, per_rank: list[int]) -> list[int]:
@@ -163,13 +184,11 @@ def _step_times_us(step: Callable[[], object], steps: int) -> list[float]:
     return times
 
 
-def _ddp_step(case: Case) -> Callable[[], object]:
-    import torch
-
+def _ddp_step(case: Case, optimizer_name: str) -> Callable[[], object]:
     import paceline
 
     model = paceline.DistributedDataParallel(case.build())
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = _sgd(model, optimizer_name)
     batch = case.batch()
 
     def step() -> None:
@@ -180,12 +199,11 @@ def _ddp_step(case: Case) -> Callable[[], object]:
     return step
 
 
-def _bare_step(case: Case, count: int) -> Callable[[], object]:
-    import torch
+def _bare_step(case: Case, count: int, optimizer_name: str) -> Callable[[], object]:
     import torch.distributed as dist
 
     model = case.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = _sgd(model, optimizer_name)
     shards = _shards_of(case.batch(), count)
 
     def step() -> None:
@@ -200,7 +218,12 @@ def _bare_step(case: Case, count: int) -> Callable[[], object]:
 
 
 def _training_step(
-    case: Case, count: int, *, slow_rank: bool = False, steal: bool = True
+    case: Case,
+    count: int,
+    optimizer_name: str,
+    *,
+    slow_rank: bool = False,
+    steal: bool = True,
 ) -> Callable[[], object]:
     import torch
     import torch.distributed as dist
@@ -209,7 +232,7 @@ def _training_step(
 
     torch.manual_seed(0)
     model = case.build()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    optimizer = _sgd(model, optimizer_name)
     batch, world = case.batch(), dist.get_world_size()
     dataset: Any = _Prepared(batch, world * 1000)
     loader = paceline.DataLoader(dataset, len(batch) * world, collate_fn=_first, seed_samples=False)
