@@ -67,8 +67,10 @@ def evenly(rank, world):
     return WorkSharing(rank, world, SHARDS, NoClaims(), follows_speed=False)
 
 
-def averaged(rank, world, kind, owners):
-    """The averages over shards that are dealt out by `owners`, as bytes."""
+def averaged(rank, world, kind, owners, has_loose):
+    """The averages over shards that are dealt out by `owners`, as bytes. `has_loose`: ranks have
+    not added their last shards to the others.
+    """
     init_group("paceline")
     sharing = evenly(rank, world)
     exchange = (
@@ -81,12 +83,16 @@ def averaged(rank, world, kind, owners):
     plan = ShardPlan(5 * SHARDS, SHARDS).cut(5 * SHARDS)
     results = []
     for deal in owners:
-        mine = [number for number, owner in enumerate(deal) if owner == rank]
+        shards = [tuple(n for n, owner in enumerate(deal) if owner == r) for r in range(world)]
+        loose = [each[-1] if has_loose and each else None for each in shards]
         tree = TreeSum(SHARDS, add_gradients)
-        for number in mine:
-            tree.add_leaf(number, gradients_of_shard(parameters.parameters, number))
-        shards = [[n for n, owner in enumerate(deal) if owner == r] for r in range(world)]
-        nodes = [subtrees(tuple(each), SHARDS) for each in shards]
+        for number in shards[rank]:
+            gradients = gradients_of_shard(parameters.parameters, number)
+            if number == loose[rank]:
+                tree.nodes[0, number] = gradients
+            else:
+                tree.add_leaf(number, gradients)
+        nodes = [subtrees(shards[r], SHARDS, loose[r]) for r in range(world)]
         exchange.gather({"rank": rank})
         means = exchange.average_nodes(tree.nodes, nodes, forms, plan)
         for mean, form in zip(means, forms, strict=True):
@@ -114,10 +120,12 @@ DEALS = {
 
 
 @pytest.mark.parametrize("world", DEALS)
-@pytest.mark.parametrize("kind", [SharedExchange, GroupExchange])
-def test_any_deal_of_any_bits_gives_the_average_of_one_process(kind, world):
+@pytest.mark.parametrize(
+    ("kind", "has_loose"), [(SharedExchange, False), (SharedExchange, True), (GroupExchange, False)]
+)
+def test_any_deal_of_any_bits_gives_the_average_of_one_process(kind, has_loose, world):
     expected = alone()
-    for found in run_ranks(world, averaged, kind, DEALS[world]):
+    for found in run_ranks(world, averaged, kind, DEALS[world], has_loose):
         for deal, means in zip(DEALS[world], found, strict=True):
             assert [a == b for a, b in zip(means, expected, strict=True)] == [True] * 9, deal
 

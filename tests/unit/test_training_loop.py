@@ -924,6 +924,20 @@ def test_a_shard_without_backward():
         in_every_shard(mistake)
 
 
+@pytest.mark.parametrize("sparse_shard", [1, 2])
+def test_a_gradient_that_is_sparse_in_some_shards_only(sparse_shard):
+    """Also where the two shards are not added to each other first; a failure of the pass, of which
+    all ranks hear.
+    """
+
+    def mistake(model, optimizer, training, number, x, y):
+        rows = torch.zeros(len(x), dtype=torch.long)
+        F.embedding(rows, model.weight, sparse=number == sparse_shard).sum().backward()
+
+    with pytest.raises(StepError, match=r"counts on no rank, .* sparse in some shards and dense"):
+        in_every_shard(mistake, nn.Embedding(3, 2))
+
+
 def test_a_step_inside_the_loop_over_the_shards():
     def mistake(model, optimizer, training, number, x, y):
         F.mse_loss(model(x), y).backward()

@@ -119,6 +119,22 @@ def test_the_sum_does_not_know_who_added_what_and_when(case):
     assert len(together.nodes) == 1
 
 
+@given(deals())
+def test_a_shard_that_is_left_loose_is_added_to_the_same_sum(case):
+    numbers, ranks = case
+    alone = tree_of(numbers, range(len(numbers)))
+    together = TreeSum(len(numbers), add32)
+    for leaves in ranks:
+        *added, loose = leaves or [None]
+        part = tree_of(numbers, added).nodes
+        if loose is not None:
+            part[0, loose] = torch.tensor(numbers[loose])
+        assert sorted(part) == sorted(subtrees(tuple(leaves), len(numbers), loose))
+        for node, value in part.items():
+            together.add_node(node, value)
+    assert bits(together.root) == bits(alone.root)
+
+
 @given(st.integers(1, 64), st.integers(1, 8))
 def test_contiguous_shards_become_few_sums(leaves, world):
     for part in deal(ShardPlan(leaves, leaves).cut(leaves).shards, world):

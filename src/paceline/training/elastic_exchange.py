@@ -44,6 +44,7 @@ class ElasticExchange:
         """Exchange with other ranks from now on."""
         self._current = exchange
         self.rank, self.size, self.sharing = exchange.rank, exchange.size, exchange.sharing
+        self.adds_in_passing = exchange.adds_in_passing
 
     def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
         messages = self._current.gather({**facts, _NOTE: self._note()}, tensors)

@@ -46,6 +46,8 @@ class Exchange(Protocol):
     rank: int
     size: int
     sharing: WorkSharing
+    # Whether `average_nodes` adds nodes of one rank in less time than the rank itself.
+    adds_in_passing: bool
 
     def gather(self, facts: Facts, tensors: Sequence[torch.Tensor] = ()) -> list[Message]:
         """Every rank's facts and tensors, in the order of ranks."""
@@ -72,6 +74,7 @@ class SingleRank:
     """A single process, which has all shards."""
 
     rank, size = 0, 1
+    adds_in_passing = False
 
     def __init__(self, sharing: WorkSharing) -> None:
         self.sharing = sharing
@@ -95,6 +98,9 @@ class SingleRank:
 
 class GroupExchange:
     """The ranks of a process group."""
+
+    # Every node travels.
+    adds_in_passing = False
 
     def __init__(self, group: dist.ProcessGroup, sharing: WorkSharing) -> None:
         self._group, self.sharing = group, sharing

@@ -58,6 +58,7 @@ class ParameterSet:
         self._all = {*self.parameters, *self._frozen}
         # Whether gradients are summed in the type of their parameters.
         self.are_summed_as_they_are = all(p.dtype in SUMMED_AS_THEY_ARE for p in self.parameters)
+        self.are_on_host = all(p.device.type == "cpu" for p in self.parameters)
         self._counts: dict[Optimizer, int] = {}
         self._forms: dict[GradientKinds, Forms] = {}
 

@@ -1,5 +1,8 @@
 """The gradients of a pass: taken from the parameters after each shard, added in the tree, and set
 when the sum over all shards is known.
+
+Those of the last shard stay loose until another one begins: an exchange that reads all sums in any
+case may add them on its way, and save a pass over memory.
 """
 
 from __future__ import annotations
@@ -39,6 +42,8 @@ class ShardGradients:
         self._is_clear = not self._carries
         self._tree = TreeSum[Gradients](len(plan.shards), add_gradients)
         self._kinds: set[GradientKinds] = set()
+        # The number of the shard that is a node by itself, beside a sibling perhaps.
+        self.loose: int | None = None
 
     @property
     def nodes(self) -> dict[Node, Gradients]:
@@ -46,7 +51,10 @@ class ShardGradients:
         return self._tree.nodes
 
     def begin(self) -> None:
-        """Before a shard: backward would add to what it finds in `.grad`."""
+        """Before a shard: backward would add to what it finds in `.grad`, and needs the memory that
+        sums make free.
+        """
+        self.add_loose()
         if not self._is_clear:
             self.clear()
 
@@ -57,24 +65,46 @@ class ShardGradients:
         self._is_clear = True
 
     def take(self, shard: Shard) -> bool:
-        """After a shard: add its gradients. False if backward left none."""
+        """After a shard: keep its gradients. False if backward left none.
+
+        Raises:
+            StepError: they are of another kind than those of the shards before.
+        """
         gradients = list(map(_gradient_of, self._parameters))
         if all(gradient is None for gradient in gradients):
             return False
         self.clear()
         gradients, kinds = summands(gradients)
         self._kinds.add(kinds)
-        self._tree.add_leaf(shard.number, weighted(gradients, shard.weight))
+        if len(self._kinds) > 1:
+            self.kinds()  # now, while all ranks can still hear of it
+        self.loose = shard.number
+        self.nodes[0, shard.number] = weighted(gradients, shard.weight)
         return True
+
+    def add_loose(self) -> None:
+        """Add the gradients of the last shard to those of its sibling, if that is here."""
+        if self.loose is not None:
+            self._tree.add_leaf(self.loose, self.nodes.pop((0, self.loose)))
+            self.loose = None
 
     def take_nodes(self) -> dict[Node, Gradients]:
         """The sums, which are not needed here any more."""
         nodes = dict(self.nodes)
-        self.nodes.clear()
+        self.forget()
         return nodes
 
+    def forget(self) -> None:
+        """Count no shard as computed."""
+        self.nodes.clear()
+        self.loose = None
+
     def kinds(self) -> GradientKinds:
-        """What this rank's shards have computed."""
+        """What this rank's shards have computed.
+
+        Raises:
+            StepError: a gradient is sparse in one shard and dense in another.
+        """
         return merged_kinds(list(self._kinds) or [NO_GRADIENT * len(self._parameters)])
 
     def put_back(self) -> None:

@@ -193,6 +193,8 @@ class ShardPass:
             buffers.append([shard, changes.numbers, list(changes.values)])
             tensors += changes.values.values()
         kinds = self._gradients.kinds()
+        if not self._may_leave_loose(kinds):
+            self._gradients.add_loose()
         sparse = []
         for node, gradients in self._gradients.nodes.items() if SPARSE in kinds else ():
             for number, gradient in enumerate(gradients):
@@ -202,6 +204,7 @@ class ShardPass:
         facts = {
             "place": self._place,
             "kinds": kinds,
+            "loose": self._gradients.loose,
             "buffers": buffers,
             "sparse": sparse,
             "audited": self._audited,
@@ -209,6 +212,15 @@ class ShardPass:
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
+
+    def _may_leave_loose(self, kinds: GradientKinds) -> bool:
+        """Whether a sum more costs the exchange less than it costs here."""
+        setting = self._setting
+        return (
+            setting.exchange.adds_in_passing
+            and setting.parameters.are_on_host
+            and SPARSE not in kinds
+        )
 
     @property
     def _place(self) -> str:
@@ -257,13 +269,13 @@ class ShardPass:
     def _nodes(self, messages: Sequence[_Message]) -> Sequence[Sequence[Node]]:
         """The nodes that count, by rank."""
         leaves = len(self._plan.shards)
-        held = [subtrees(message.shards, leaves) for message in messages]
+        held = [subtrees(message.shards, leaves, message.loose) for message in messages]
         is_twice = sum(len(message.shards) for message in messages) > leaves
         return counted_nodes(held) if is_twice else held
 
     def _forget(self) -> None:
         """Count no shard as computed."""
-        self._gradients.nodes.clear()
+        self._gradients.forget()
         self._buffers.changed.clear()
         self._logs.clear()
         self._audited.clear()
@@ -326,6 +338,7 @@ class _Message:
         self.place: str = facts["place"]
         self.failure: str | None = facts.get("failure")
         self.kinds: GradientKinds = facts.get("kinds", "")
+        self.loose: int | None = facts.get("loose")
         self.metrics = dict(facts.get("metrics", []))
         self.audited: list[Digests] = facts.get("audited", [])
         self.pace = Pace(*facts.get("pace", (None, 0.0)))

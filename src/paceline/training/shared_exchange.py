@@ -46,6 +46,9 @@ _NAME = "the end of the loop over batch.shards() of paceline.Training"
 class SharedExchange:
     """The ranks of a `paceline` group, all on one host."""
 
+    # However many nodes there are, each is read once.
+    adds_in_passing = True
+
     def __init__(self, group: dist.ProcessGroup, shards: int, sharing: WorkSharing) -> None:
         assert isinstance(group, PacelineGroup)
         assert isinstance(group.engine, HostEngine)

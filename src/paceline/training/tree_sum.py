@@ -66,12 +66,16 @@ class TreeSum(Generic[_T]):
 
 
 @functools.lru_cache(maxsize=1024)
-def subtrees(numbers: tuple[int, ...], leaves: int) -> tuple[Node, ...]:
-    """The nodes that a rank with these shards holds when it has computed them, in order."""
+def subtrees(numbers: tuple[int, ...], leaves: int, loose: int | None = None) -> tuple[Node, ...]:
+    """The nodes that a rank with these shards holds when it has computed them, in order. `loose`:
+    the one of them that it has not added to the others.
+    """
     tree = TreeSum[int](leaves, lambda left, _: left)
     for number in numbers:
-        tree.add_leaf(number, 0)
-    return tuple(sorted(tree.nodes, key=lambda node: node[1] << node[0]))
+        if number != loose:
+            tree.add_leaf(number, 0)
+    nodes = [*tree.nodes, *([] if loose is None else [(0, loose)])]
+    return tuple(sorted(nodes, key=lambda node: node[1] << node[0]))
 
 
 class HeldNode(NamedTuple):
