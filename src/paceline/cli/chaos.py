@@ -314,8 +314,8 @@ class _Adversary:
                 lines.append(f"  {kind.value:<26}{len(strikes):>6}{median:>25}{longest:>10}")
         lines.append(f"  {self._generations} generations")
         if self._times_all_lost:
-            times = "once" if self._times_all_lost == 1 else f"{self._times_all_lost} times"
-            lines.append(f"  all ranks were lost {times}: those after them began again")
+            often = "once" if self._times_all_lost == 1 else f"{self._times_all_lost} times"
+            lines.append(f"  all ranks were lost {often}: those after them began again")
         if self._planned:
             lines.append(f"  {len(self._planned)} faults were not reached: the run was over before")
         return "\n".join(lines)
