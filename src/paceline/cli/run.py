@@ -229,15 +229,15 @@ def _summary(result: JobResult, plan: Plan, code: int, timeline: str | None) -> 
     from paceline.diagnostics.run_summary import ElasticFigures, RankLife, RunSummary
 
     history = result.history
-    lives = [
-        RankLife(result.first_rank + left.rank, page)
-        for left in history.pages
-        if (page := parse_page(left.page)) is not None
-    ]
+    pages = [(left, parse_page(left.page)) for left in history.pages]
+    # A replacement that comes when the job is over has neither joined it nor is it lost.
+    trained = [(left, page) for left, page in pages if page is not None and page.step]
+    lives = [RankLife(result.first_rank + left.rank, page) for left, page in trained]
     elastic = None
     if plan.elastic is not None:
-        joined = max(0, history.started - plan.elastic.start_ranks)
-        elastic = ElasticFigures(history.generations, history.lost, joined)
+        lost = sum(left.is_lost for left, _ in trained)
+        joined = max(0, len(trained) - plan.elastic.start_ranks)
+        elastic = ElasticFigures(history.generations, lost, joined)
     outcome = "finished" if code == 0 else "failed"
     if result.stopped_by is not None:
         outcome = "stopped"

@@ -120,19 +120,19 @@ class LeftPage:
 
     rank: int
     page: bytes
+    is_lost: bool  # it died, and the job went on
 
 
 @dataclasses.dataclass
 class JobHistory:
-    """What is left of the job's ranks, and in an elastic job how they came and went."""
+    """What is left of the job's ranks, and how many generations an elastic job had."""
 
     pages: list[LeftPage] = dataclasses.field(default_factory=list)
     generations: int = 0
-    started: int = 0
-    lost: int = 0
 
     def add_end(self, end: RankEnd | MemberLost) -> None:
-        self.pages.append(LeftPage(end.rank, end.page))
+        is_lost = isinstance(end, MemberLost) and end.exitcode != 0
+        self.pages.append(LeftPage(end.rank, end.page, is_lost))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -463,11 +463,9 @@ class _JobRun:
         match message:
             case MemberStarted():
                 self._ranks[message.rank].pid = message.pid
-                self._history.started += 1
             case MemberLost():
                 self._forget_life(self._ranks[message.rank])
                 self._history.add_end(message)
-                self._history.lost += message.exitcode != 0
             case GenerationBegan():
                 self._history.generations = message.number + 1
                 self._output.begin_generation(message.number)
