@@ -15,6 +15,7 @@ import functools
 import mmap
 import os
 import pathlib
+import platform
 import signal
 import socket
 import struct
@@ -44,6 +45,7 @@ __all__ = [
     "outlive_parent",
     "own_processes",
     "process_ids",
+    "processor_name",
     "read_stat",
     "signal_when_parent_ends",
     "written_pages",
@@ -250,6 +252,16 @@ class ProcessStat:
     @property
     def is_stopped(self) -> bool:
         return self.state in "Tt"
+
+
+def processor_name() -> str:
+    """The processor as the kernel names it; the architecture where it has no name."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def read_stat(pid: int, tid: int | None = None) -> ProcessStat | None:

@@ -489,6 +489,6 @@ def test_the_benchmark_measures_cost_and_recovery(tmp_path, capsys):
     options = ["--models=mlp-64", "--rounds=1", "--steps=30", "--kills=1", f"--json={figures}"]
     assert main(["bench", "elastic", *options]) == 0
     assert "mlp-64" in capsys.readouterr().out
-    found = json.loads(figures.read_text())["mlp-64"]
+    found = json.loads(figures.read_text())["figures"]["mlp-64"]
     assert 0 < found["next step"] <= found["whole again"]
     assert found["ratio"] == found["elastic"] / found["plain"]

@@ -19,7 +19,7 @@ def test_every_way_of_training_is_measured(tmp_path):
         assert job.left_after(2.0) == []
     assert "paceline.optim, shared" in job.stdout
     assert "one pass" in job.stdout
-    written = json.loads(figures.read_text())
+    written = json.loads(figures.read_text())["figures"]
     measured = written["step_us"]["mlp-64"]
     assert set(measured) == {"AdamW", "SGD"}
     assert all(len(times) == 7 and min(times.values()) > 0 for times in measured.values())

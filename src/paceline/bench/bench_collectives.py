@@ -31,7 +31,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from paceline.bench.bench_tools import join_group, print_table, pyplot, write_json
+from paceline.bench.bench_tools import join_group, print_table, pyplot
 from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
 from paceline.errors import PacelineError
 
@@ -105,11 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-mpi", action="store_true", help="leave Open MPI out even if it is there"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures")
     parser.add_argument("--plot", metavar="FILE", help="draw time over size (needs matplotlib)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     plt = pyplot() if options.plot else None
     sizes = [size for size in _SIZES if size <= options.max_bytes]
     report = []
@@ -134,11 +133,9 @@ def run(options: argparse.Namespace) -> int:
             for size, row in timings.items()
             for name, timing in row.items()
         ]
-    if options.json:
-        write_json(options.json, {"machine": _machine(), "all_reduce": report})
     if plt is not None:
         _plot(report, options.plot, plt)
-    return 0
+    return {"times": report}
 
 
 # --- measuring -------------------------------------------------------------------------------
@@ -442,19 +439,6 @@ def _mpi_turn(size: int, rank: int, directory: str) -> _Turn:
 
 
 # --- the report ------------------------------------------------------------------------------
-
-
-def _machine() -> dict[str, Any]:
-    import platform
-
-    import torch
-
-    return {
-        "machine": platform.machine(),
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 def _print(

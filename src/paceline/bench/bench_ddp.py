@@ -94,36 +94,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.hosts:
         return _run_between_hosts(options)
     if options.link or options.delay:
         raise ConfigError("--link and --delay are of simulated hosts: add --hosts 2x2, for example")
-    names, rounds = _chosen_models(options.models or ",".join(_EXPECTED_SPEEDUP)), options.rounds
+    names = _chosen_models(options.models or ",".join(_EXPECTED_SPEEDUP))
+    rounds = options.rounds or _ROUNDS
     plt = pyplot() if options.plot else None
 
     from torch.multiprocessing.spawn import start_processes
 
     with tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory:
         result = os.path.join(directory, "result.json")
-        arguments = (options.ranks, names, rounds or _ROUNDS, directory, result)
+        arguments = (options.ranks, names, rounds, directory, result)
         start_processes(_run_rank, args=arguments, nprocs=options.ranks, start_method="spawn")
         with open(result) as file:
-            figures = json.load(file)
+            figures: dict[str, Any] = {"rounds": rounds, **json.load(file)}
     figures["peak_memory"] = _peak_memory(options.ranks)
     _print(figures, options.ranks)
-    if options.json:
-        write_json(options.json, figures)
     if plt is not None:
         _plot(figures, options.plot, plt)
-    return 0
+    return figures
 
 
-def _run_between_hosts(options: argparse.Namespace) -> int:
+def _run_between_hosts(options: argparse.Namespace) -> dict[str, Any]:
     from torch.multiprocessing.spawn import start_processes
 
     if options.plot:
@@ -142,11 +140,9 @@ def _run_between_hosts(options: argparse.Namespace) -> int:
         with open(result) as file:
             figures = json.load(file)
     _print_between_hosts(figures, options)
-    if options.json:
-        placement = {"hosts": hosts, "ranks_per_host": per_host}
-        link = {"link": options.link, "delay": options.delay}
-        write_json(options.json, {**placement, **link, "milliseconds": figures})
-    return 0
+    placement = {"hosts": hosts, "ranks_per_host": per_host}
+    link = {"link": options.link, "delay": options.delay}
+    return {"rounds": rounds, **placement, **link, "milliseconds": figures}
 
 
 def _chosen_models(text: str) -> list[str]:

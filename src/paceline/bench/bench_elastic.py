@@ -21,8 +21,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
-from paceline.bench.bench_tools import print_table, write_json
+from paceline.bench.bench_tools import print_table
 from paceline.errors import LaunchError
 from paceline.launch.job_page import JobPage, find_job_page_below
 
@@ -76,20 +77,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=200, help="of each run (default: 200)")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each, or 0 (default: 3)")
     parser.add_argument("--kills", type=int, default=20, help="for each model, or 0 (default: 20)")
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
 
 
-def run(options: argparse.Namespace) -> int:
-    figures: dict[str, dict[str, float]] = {}
+def run(options: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = {}
     for name in options.models.split(","):
         figures[name] = {
             **_measure_cost(name, options.ranks, options.steps, options.rounds),
             **_measure_recovery(name, options.ranks, options.kills),
         }
     _print(figures, options)
-    if options.json:
-        write_json(options.json, figures)
-    return 0
+    return figures
 
 
 # --- without faults -------------------------------------------------------------------------------

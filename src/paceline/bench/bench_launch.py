@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 from paceline.errors import LaunchError
 
@@ -41,18 +42,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     print(
         "seconds from the command to the end of the first step on all ranks; the same script, "
         "stock DDP on Gloo"
     )
     print(f"best of {options.repeats}, interleaved, {os.cpu_count()} cores\n")
     print(f"{'ranks':>5}  {'torchrun':>9}  {'paceline run':>12}  {'ratio':>6}")
+    figures: dict[str, Any] = {}
     for ranks in options.ranks:
-        best = _measure(ranks, options.repeats)
+        best = figures[f"{ranks} ranks"] = _measure(ranks, options.repeats)
         ratio = best["paceline"] / best["torchrun"]
         print(f"{ranks:>5}  {best['torchrun']:>9.2f}  {best['paceline']:>12.2f}  {ratio:>6.2f}")
-    return 0
+    return figures
 
 
 def _measure(ranks: int, repeats: int) -> dict[str, float]:

@@ -71,17 +71,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models", default=",".join(_MODELS), help=f"comma-separated, of: {', '.join(_MODELS)}"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     names = options.models.split(",")
     unknown = [name for name in names if name not in _MODELS]
     if unknown:
         raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
     plt = pyplot() if options.plot else None
-    figures = _on_ranks(options.ranks, _measure_all, names, options.rounds)
+    figures: dict[str, Any] = _on_ranks(options.ranks, _measure_all, names, options.rounds)
     figures["one_process_us"] = _on_ranks(1, _measure_alone, names, options.rounds)
     if _LARGE_MODEL in names:
         figures["pass_us"] = _on_ranks(options.ranks, _measure_pass, options.rounds)
@@ -91,11 +90,9 @@ def run(options: argparse.Namespace) -> int:
         }
         figures["least_memory_mib"] = {ranks: _least_memory_mib(ranks) for ranks in _MEMORY_RANKS}
     _print(figures, options.ranks)
-    if options.json:
-        write_json(options.json, figures)
     if plt is not None:
         _plot(figures, options.plot, plt)
-    return 0
+    return figures
 
 
 # --- on every rank ---------------------------------------------------------------------------

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     kinds = [_GLOBAL] if options.only_global else [_STOCK, _DROP_IN, _GLOBAL]
     best: dict[str, _Figures] = {}
     for _ in range(options.rounds):
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             figures = _measure_in_fresh_process(kind, options)
             best[kind] = figures.best(best[kind]) if kind in best else figures
     _print(best, options)
-    return 0
+    return {kind: dataclasses.asdict(figures) for kind, figures in best.items()}
 
 
 def _measure_in_fresh_process(kind: str, options: argparse.Namespace) -> _Figures:

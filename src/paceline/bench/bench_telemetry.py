@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
 import statistics
 import tempfile
 import time
@@ -48,14 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--step-ms", type=float, default=10.0, help="length of a step (default: 10)"
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     import paceline
 
     arguments = (options.rounds, options.step_ms)
-    figures = paceline.spawn(_measure, arguments, options.ranks, env={"PACELINE_QUIET": "1"})[0]
+    figures: dict[str, Any] = paceline.spawn(
+        _measure, arguments, options.ranks, env={"PACELINE_QUIET": "1"}
+    )[0]
     off_ms = figures["off_ms"]
     print(
         f"one step of {off_ms:.2f} ms, {options.ranks} ranks x 1 thread, "
@@ -74,10 +74,7 @@ def run(options: argparse.Namespace) -> int:
             f"recorder calls in a step, {mode}: {number}, together {us:.1f} us = "
             f"{us / off_ms / 10:.2f}% of a step"
         )
-    if options.json:
-        with open(options.json, "w") as file:
-            json.dump(figures, file, indent=1)
-    return 0
+    return figures
 
 
 def _measure(rounds: int, step_ms: float) -> dict[str, Any]:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
 import pathlib
+import platform
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
+from paceline._linux import processor_name
+from paceline._version import __version__
 from paceline.errors import ConfigError, PacelineError
 
-__all__ = ["join_group", "own_memory_mib", "print_table", "pyplot", "write_json"]
+__all__ = ["join_group", "machine", "own_memory_mib", "print_table", "pyplot", "write_json"]
 
 
 def join_group(backend: str, directory: str, rank: int, world_size: int) -> None:
@@ -23,6 +28,21 @@ def join_group(backend: str, directory: str, rank: int, world_size: int) -> None
     dist.init_process_group(
         backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size
     )
+
+
+def machine() -> dict[str, Any]:
+    """What figures depend on beside the code: processor, cores, and versions."""
+    import torch
+
+    return {
+        "cpu": processor_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "paceline": __version__,
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def own_memory_mib(file: str, field: str) -> float:
@@ -55,9 +75,9 @@ def print_table(
     console.print(table)
 
 
-def write_json(path: str, figures: object) -> None:
-    """Write the figures of a benchmark, for `--json`."""
-    pathlib.Path(path).write_text(json.dumps(figures, indent=1))
+def write_json(path: str | os.PathLike[str], figures: object) -> None:
+    """Write the figures of a benchmark."""
+    pathlib.Path(path).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def pyplot() -> Any:

@@ -62,10 +62,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="let the last rank compute at half its speed; compare steal=True and steal=False",
     )
-    parser.add_argument("--json", metavar="FILE", help="write all figures here")
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> dict[str, Any]:
     names = options.models.split(",")
     if unknown := [name for name in names if name not in _MODELS]:
         raise SystemExit(f"unknown model {', '.join(unknown)}; there are {', '.join(_MODELS)}")
@@ -90,9 +89,7 @@ def run(options: argparse.Namespace) -> int:
         with open(result) as file:
             figures: dict[str, Any] = json.load(file)
     (_print_slow_rank if options.slow_rank else _print)(figures, options.ranks)
-    if options.json:
-        write_json(options.json, figures)
-    return 0
+    return figures
 
 
 # --- on every rank ---------------------------------------------------------------------------

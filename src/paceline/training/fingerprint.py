@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import pathlib
-import platform
 from collections.abc import Mapping
 
 import torch
+
+from paceline._linux import processor_name
 
 __all__ = ["Fingerprint", "differences", "take_fingerprint"]
 
@@ -29,7 +29,7 @@ def take_fingerprint() -> Fingerprint:
     """The fingerprint of this process, by what is compared."""
     fingerprint = {
         "torch": str(torch.__version__),
-        "processor": _processor(),
+        "processor": processor_name(),
         "instruction set": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": str(torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled),
         "default dtype": str(torch.get_default_dtype()),
@@ -49,15 +49,6 @@ def differences(expected: Mapping[str, str], found: Mapping[str, str]) -> list[s
         for name in [*expected, *(name for name in found if name not in expected)]
         if expected.get(name) != found.get(name)
     ]
-
-
-def _processor() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
 
 
 def _accelerator() -> str:
