@@ -39,6 +39,22 @@ def test_a_character_level_gpt():
     assert bits < 5  # about 6.6 for characters chosen at random
 
 
+def test_a_rank_that_dies_changes_nothing():
+    example = (str(EXAMPLES / "elastic.py"), "--epochs", "3")
+    alone = run(sys.executable, *example)
+    elastic = ("run", "--elastic", "1:2", *example, "--kill-at", "20")
+    job = subprocess.run(
+        [sys.executable, "-m", "paceline", *elastic],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    assert "was killed by SIGKILL at step 20" in job.stderr
+    (expected,) = re.findall(r"48 steps, SHA-256 \w{64}", alone)
+    assert re.findall(r"48 steps, SHA-256 \w{64}", job.stdout) == [expected]
+
+
 def test_two_launchers_on_one_machine():
     output = run(
         sys.executable,
