@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # mpirun comes with the test dependencies.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help train demo test test-integrations check lint types fast-test bench docs docs-serve native-test gpu-test setup clean
+.PHONY: help train demo test test-integrations check lint types fast-test bench figures docs docs-serve native-test gpu-test setup clean
 
 help:
 	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
@@ -31,6 +31,7 @@ help:
 	@echo "make test-integrations  the recipes with Lightning, Accelerate, Ray Train and the like"
 	@echo "make check        lint, strict types, fast tests"
 	@echo "make bench        all benchmarks, tables on the terminal"
+	@echo "make figures      measure again what README and the manual say, on an idle machine"
 	@echo "make docs         the documentation as HTML in site/"
 	@echo "make docs-serve   the same in a browser, while you write"
 	@echo "make native-test  sanitizer builds of the native core"
@@ -84,6 +85,9 @@ fast-test: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-dev
 	$(BIN)/paceline bench all $(ARGS)
+
+figures: $(VENV)/.installed-dev
+	$(BIN)/python -m tools.figures --measure $(ARGS)
 
 docs: $(VENV)/.installed-dev
 	$(BIN)/python tools/build_docs.py

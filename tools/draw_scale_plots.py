@@ -1,4 +1,4 @@
-"""Draws the plots of docs/scale.md: `python tools/draw_scale_plots.py`.
+"""Draws the plots of docs/scale.md: `python -m tools.draw_scale_plots`.
 
 Every number is computed by the scaling model, none is measured. The seed is fixed, so that the
 files change only when the model does.
@@ -7,12 +7,11 @@ files change only when the model does.
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import html
-import math
 import pathlib
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+
+from tools.svg_chart import Axis, Chart
 
 from paceline.diagnostics.scaling_model import (
     Algorithm,
@@ -42,87 +41,6 @@ _VARIATIONS = {
     "and one rank in 10,000 takes twice as long": Variation(0.02, 0.05, 1e-4, 2.0),
     "and one link has half the rate": Variation(0.02, 0.05, 1e-4, 2.0, slowest_link=0.5),
 }
-
-_WIDTH, _HEIGHT = 720, 360
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 36, 50
-_COLOURS = ("#c0504d", "#1f77b4", "#2a9d5c", "#8e5ea2", "#d08a1d")
-
-
-@dataclasses.dataclass(frozen=True)
-class Axis:
-    """From `low` to `high`, with labelled ticks."""
-
-    title: str
-    low: float
-    high: float
-    ticks: Sequence[tuple[float, str]]
-    logarithmic: bool = True
-
-    def share(self, value: float) -> float:
-        """Where a value stands, from 0 to 1."""
-        place = math.log if self.logarithmic else float
-        low, high = place(self.low), place(self.high)
-        return min(max((place(value) - low) / (high - low), 0.0), 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chart:
-    """Lines over two axes, as SVG."""
-
-    title: str
-    x: Axis
-    y: Axis
-    lines: dict[str, list[tuple[float, float]]]
-
-    def svg(self) -> str:
-        parts = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" '
-            'font-family="system-ui, sans-serif" font-size="12" role="img" '
-            f'aria-label="{html.escape(self.title)}">',
-            f'<rect width="{_WIDTH}" height="{_HEIGHT}" rx="6" fill="#fff"/>',
-            f'<text x="{_LEFT}" y="20" font-size="14" fill="#222">{html.escape(self.title)}</text>',
-        ]
-        parts += self._grid()
-        for number, (name, points) in enumerate(self.lines.items()):
-            parts += self._line(number, name, points)
-        return "\n".join([*parts, "</svg>"]) + "\n"
-
-    def _grid(self) -> list[str]:
-        bottom, right = _HEIGHT - _BOTTOM, _WIDTH - _RIGHT
-        parts = []
-        for value, label in self.x.ticks:
-            x = self._x(value)
-            parts.append(f'<path d="M{x} {_TOP}V{bottom}" stroke="#e3e3e3"/>')
-            parts.append(_text(x, bottom + 16, label, "middle"))
-        for value, label in self.y.ticks:
-            y = self._y(value)
-            parts.append(f'<path d="M{_LEFT} {y}H{right}" stroke="#e3e3e3"/>')
-            parts.append(_text(_LEFT - 6, y + 4, label, "end"))
-        parts.append(_text((_LEFT + right) / 2, _HEIGHT - 12, self.x.title, "middle"))
-        turned = f'transform="rotate(-90 16 {_HEIGHT / 2:g})"'
-        parts.append(_text(16, _HEIGHT / 2, self.y.title, "middle", turned))
-        return parts
-
-    def _line(self, number: int, name: str, points: Sequence[tuple[float, float]]) -> list[str]:
-        colour = _COLOURS[number]
-        path = " ".join(f"{self._x(x)},{self._y(y)}" for x, y in points)
-        key = _TOP + 14 + 16 * number
-        return [
-            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>',
-            f'<path d="M{_LEFT + 12} {key}h18" stroke="{colour}" stroke-width="2"/>',
-            _text(_LEFT + 36, key + 4, name, "start"),
-        ]
-
-    def _x(self, value: float) -> float:
-        return round(_LEFT + self.x.share(value) * (_WIDTH - _LEFT - _RIGHT), 1)
-
-    def _y(self, value: float) -> float:
-        return round(_HEIGHT - _BOTTOM - self.y.share(value) * (_HEIGHT - _TOP - _BOTTOM), 1)
-
-
-def _text(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
-    place = f'x="{x:g}" y="{y:g}" text-anchor="{anchor}" fill="#333" {more}'.strip()
-    return f"<text {place}>{html.escape(text)}</text>"
 
 
 # --- the plots ------------------------------------------------------------------------------------

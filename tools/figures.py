@@ -1,0 +1,412 @@
+"""One set of figures: what `paceline bench` has written to benchmarks/results/, and every table and
+plot that is made from it.
+
+    make figures                                  measure all of it again, then write
+    python -m tools.figures                       write tables and plots from the files
+    python -m tools.figures --measure ddp launch  measure these again, then write
+
+A table stands in README.md or a page of the manual between `<!-- figures: NAME -->` and `<!-- end
+of figures -->`. Whatever is between the two is written by this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from tools.svg_chart import Axis, BarChart, Chart
+
+ROOT = pathlib.Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+IMAGES = ROOT / "docs" / "images"
+
+# Result -> what it is measured with. All of them together take about seven minutes.
+MEASUREMENTS: dict[str, str] = {
+    "collectives": "paceline bench collectives",
+    "ddp": "paceline bench ddp --rounds 4",
+    "elastic": "paceline bench elastic --steps 100 --rounds 1 --kills 5",
+    "launch": "paceline bench launch --repeats 2",
+    "observe": "paceline bench observe --rounds 150",
+    "sampler": "paceline bench sampler --rounds 1",
+    "training": "paceline bench training --rounds 2 --shards-per-rank 1,4",
+}
+_MODELS = {
+    "mlp-64": "small MLP, 17 thousand parameters",
+    "mlp-100-layers": "MLP of 100 layers",
+    "cnn-batchnorm": "convolutions and BatchNorm",
+    "mlp-17m": "MLP of 17 million parameters",
+    "transformer": "transformer, 6 layers",
+    "lstm": "LSTM, 2 layers",
+}
+_BLOCK = re.compile(
+    r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of figures -->)",
+    re.DOTALL,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A file that `paceline bench --json` has written."""
+
+    command: str
+    machine: dict[str, Any]
+    figures: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        """Where the figures come from, in a line."""
+        machine = self.machine
+        return (
+            f"`{self.command}`: {machine['cpu']}, {machine['cores']} cores, torch "
+            f"{machine['torch']}, Paceline {machine['paceline']}, {machine['date']}."
+        )
+
+
+@functools.cache
+def result(name: str) -> Result:
+    """The figures of that name."""
+    written = json.loads((RESULTS / f"{name}.json").read_text())
+    return Result(written["command"], written["machine"], written["figures"])
+
+
+# --- tables ---------------------------------------------------------------------------------------
+
+
+def readme() -> str:
+    """The table of README.md: stock PyTorch, Paceline, and the command that measures both."""
+    rows = [*_all_reduce_rows(), *_step_rows(), *_other_rows()]
+    columns = ("", "stock PyTorch", "Paceline", "times as good", "repeat with")
+    return _table(columns, rows) + f"\n{_machine(result('ddp'))}\n"
+
+
+def _all_reduce_rows() -> Iterable[Sequence[str]]:
+    times = _all_reduce_times()
+    for nbytes in (4 << 10, 1 << 20, 64 << 20):
+        stock, ours = times[nbytes]["gloo"], times[nbytes]["paceline"]
+        what = f"all-reduce of {_size(nbytes)} between two ranks of a host"
+        yield _comparison(what, stock, ours, _time, "collectives")
+
+
+def _step_rows() -> Iterable[Sequence[str]]:
+    for name, (ours, stock, _) in _ddp_steps().items():
+        yield _comparison(f"training step, {_MODELS[name]}", stock, ours, _time, "ddp")
+
+
+def _other_rows() -> Iterable[Sequence[str]]:
+    launch = result("launch").figures["2 ranks"]
+    what = "from the command to the first step, 2 ranks"
+    yield _comparison(what, launch["torchrun"], launch["paceline"], _time, "launch")
+    sampler = result("sampler").figures
+    stock, ours = (
+        sampler[kind] for kind in ("torch DistributedSampler", "paceline GlobalBatchSampler")
+    )
+    what = "shuffled order of 100 million samples: first index"
+    yield _comparison(what, stock["first_s"], ours["first_s"], _time, "sampler")
+    yield _comparison("... memory", stock["memory_mb"], ours["memory_mb"], _mib, "sampler")
+
+
+def _comparison(
+    what: str, stock: float, ours: float, shown: Callable[[float], str], name: str
+) -> Sequence[str]:
+    return what, shown(stock), shown(ours), _ratio(stock / ours), f"`{result(name).command}`"
+
+
+def collectives() -> str:
+    """All-reduces of every size."""
+    rows = []
+    for nbytes, row in _all_reduce_times().items():
+        ours, core, limit, in_place = (
+            row[key] for key in ("paceline", "core", "limit", "in place")
+        )
+        cells = [_size(nbytes), _time(ours), _ratio(row["gloo"] / ours)]
+        cells += [f"{row['mpi'] / ours:.2f}" if "mpi" in row else "-", f"{limit / ours:.0%}"]
+        cells += [_time(core), f"{row['mpi'] / core:.2f}" if "mpi" in row else "-"]
+        rows.append([*cells, f"{nbytes / in_place / 1e9:.1f} GB/s, {limit / in_place:.0%}"])
+    columns = ("message", "through torch", "x Gloo", "x Open MPI", "of limit", "core call")
+    return _page_table("collectives", (*columns, "x Open MPI", "in place, of limit"), rows)
+
+
+def ddp() -> str:
+    """Training steps of DistributedDataParallel."""
+    measured = result("ddp").figures["models"]
+    rows = [
+        (
+            _MODELS[name],
+            _time(stock),
+            setting,
+            _time(ours),
+            _ratio(stock / ours),
+            f"{ours * 1e6 / measured[name]['microseconds']['plain']:.2f}",
+        )
+        for name, (ours, stock, setting) in _ddp_steps().items()
+    ]
+    columns = ("model", "torch, best setting", "which is", "Paceline", "times as fast")
+    return _page_table("ddp", (*columns, "over a step without exchange"), rows)
+
+
+def sampler() -> str:
+    """Shuffled orders."""
+    rows = [
+        (
+            f"{owner} `{kind}`",
+            _time(found["first_s"]),
+            _mib(found["memory_mb"]),
+            f"{found['per_second'] / 1e6:.1f} million",
+        )
+        for (owner, kind), found in (
+            (name.split(), found) for name, found in result("sampler").figures.items()
+        )
+    ]
+    columns = ("sampler", "first index", "extra memory", "indices per second")
+    return _page_table("sampler", columns, rows)
+
+
+def training() -> str:
+    """Steps of paceline.Training by number of shards."""
+    rows = []
+    for name, times in result("training").figures.items():
+        for count in [int(key.split()[1]) for key in times if key.startswith("bare")]:
+            bare, ours = times[f"bare {count}"], times[f"training {count}"]
+            shown = [_time(us / 1e6) for us in (times["ddp"], bare, ours)]
+            ratios = [f"{ours / bare:.2f}", f"{ours / times['ddp']:.2f}"]
+            rows.append((_MODELS[name], str(2 * count), *shown, *ratios))
+    columns = ("model", "shards", "`DistributedDataParallel`", "bare loop", "`Training`")
+    return _page_table("training", (*columns, "over bare", "over DDP"), rows)
+
+
+def elastic() -> str:
+    """What an elastic job costs, and how long it takes to recover."""
+    rows = []
+    for name, found in result("elastic").figures.items():
+        shown = [_time(found[key]) for key in ("plain", "elastic")]
+        recovery = ("next step", "next step, longest", "whole again", "whole again, longest")
+        rows.append(
+            (
+                _MODELS[name],
+                *shown,
+                f"{found['ratio']:.2f}",
+                *(_time(found[key]) for key in recovery),
+            )
+        )
+    columns = ("model", "step, plain job", "step, elastic job", "ratio")
+    columns += ("next step after a kill", "longest", "replaced after", "longest")
+    return _page_table("elastic", columns, rows)
+
+
+def launch() -> str:
+    """From the command to the first step."""
+    rows = [
+        (
+            ranks,
+            _time(best["torchrun"]),
+            _time(best["paceline"]),
+            _ratio(best["torchrun"] / best["paceline"]),
+        )
+        for ranks, best in result("launch").figures.items()
+    ]
+    return _page_table("launch", ("", "torchrun", "paceline run", "times as fast"), rows)
+
+
+def observe() -> str:
+    """What recording costs."""
+    figures = result("observe").figures
+    rows = [
+        (
+            mode,
+            str(calls),
+            f"{microseconds:.1f} us",
+            f"{microseconds / figures['off_ms'] / 10:.2f} %",
+            f"{(figures['ratios'][mode][0] - 1):+.1%}",
+        )
+        for mode, (calls, microseconds) in figures["notes"].items()
+    ]
+    columns = ("recorded", "calls in a step", "together", "of the step", "median step, against off")
+    return _page_table("observe", columns, rows)
+
+
+def sources() -> str:
+    """Every file with its command and its machine."""
+    rows = [
+        (f"`{name}.json`", f"`{result(name).command}`", *_facts(result(name)))
+        for name in MEASUREMENTS
+    ]
+    return _table(("file", "command", "processor", "torch", "Paceline", "measured"), rows)
+
+
+def _facts(found: Result) -> Sequence[str]:
+    machine = found.machine
+    return (
+        f"{machine['cpu']}, {machine['cores']} cores",
+        machine["torch"],
+        machine["paceline"],
+        machine["date"],
+    )
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "collectives": collectives,
+    "ddp": ddp,
+    "sampler": sampler,
+    "training": training,
+    "elastic": elastic,
+    "launch": launch,
+    "observe": observe,
+    "sources": sources,
+}
+
+
+def _all_reduce_times() -> dict[int, dict[str, float]]:
+    """The best time in seconds, by bytes and contestant."""
+    times: dict[int, dict[str, float]] = {}
+    for entry in result("collectives").figures["times"]:
+        times.setdefault(entry["bytes"], {})[entry["contestant"]] = entry["min_s"]
+    return times
+
+
+def _ddp_steps() -> dict[str, tuple[float, float, str]]:
+    """Model -> seconds of ours, seconds of torch's class at its best setting, that setting."""
+    steps = {}
+    for name, measured in result("ddp").figures["models"].items():
+        times = measured["microseconds"]
+        stock = {variant: us for variant, us in times.items() if variant.startswith("torch")}
+        best = min(stock, key=lambda variant: stock[variant])
+        setting = best.removeprefix("torch (").removesuffix(")")
+        steps[name] = times["paceline"] / 1e6, stock[best] / 1e6, setting
+    return steps
+
+
+def _page_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return f"{_table(columns, rows)}\n{result(name).source}\n"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _machine(found: Result) -> str:
+    machine = found.machine
+    return (
+        f"Two ranks with one thread each on {machine['cpu']}, {machine['cores']} cores, torch "
+        f"{machine['torch']}, best of a few rounds, taken in turn."
+    )
+
+
+def _size(nbytes: int) -> str:
+    for unit in ("B", "KB"):
+        if nbytes < 1024:
+            return f"{nbytes} {unit}"
+        nbytes //= 1024
+    return f"{nbytes} MB"
+
+
+def _time(seconds: float) -> str:
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 1000:
+            return f"{seconds * factor:.3g} {unit}"
+    return f"{seconds:.1f} s"
+
+
+def _mib(amount: float) -> str:
+    return f"{amount:,.0f} MiB" if amount >= 10 else f"{amount:.1f} MiB"
+
+
+def _ratio(ratio: float) -> str:
+    return f"{ratio:,.0f}" if ratio >= 100 else f"{ratio:.1f}" if ratio >= 10 else f"{ratio:.2f}"
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def all_reduce_plot() -> Chart:
+    """Time of an all-reduce over its size."""
+    times = _all_reduce_times()
+    names = {"gloo": "Gloo", "mpi": "Open MPI", "paceline": "Paceline", "core": "Paceline's core"}
+    sizes = list(times)
+    low = min(min(row[key] for key in names if key in row) for row in times.values())
+    high = max(max(row[key] for key in names if key in row) for row in times.values())
+    ticks = [(10.0**power, _time(10.0**power)) for power in range(-6, 1)]
+    return Chart(
+        "All-reduce between two ranks of one host, float32",
+        Axis("message", sizes[0], sizes[-1], [(size, _size(size)) for size in sizes[::2]]),
+        Axis("", low / 1.5, high * 30, [tick for tick in ticks if low / 1.5 < tick[0] < high * 30]),
+        {
+            shown: [(size, row[key]) for size, row in times.items()]
+            for key, shown in names.items()
+            if key in times[sizes[0]]
+        },
+    )
+
+
+def steps_plot() -> BarChart:
+    """Training steps against torch's class."""
+    bars = {_MODELS[name]: stock / ours for name, (ours, stock, _) in _ddp_steps().items()}
+    return BarChart("A training step: times as fast as torch's class at its best setting", bars, 1)
+
+
+PLOTS: dict[str, Callable[[], Chart | BarChart]] = {
+    "all-reduce.svg": all_reduce_plot,
+    "training-steps.svg": steps_plot,
+}
+
+
+# --- reading and writing --------------------------------------------------------------------------
+
+
+def pages() -> list[pathlib.Path]:
+    """README.md and every page of the manual that has figures."""
+    found = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    return [page for page in found if _BLOCK.search(page.read_text())]
+
+
+def names_in(text: str) -> list[str]:
+    """The tables that a page has."""
+    return [match["name"] for match in _BLOCK.finditer(text)]
+
+
+def updated(text: str) -> str:
+    """The page with its tables made anew."""
+    return _BLOCK.sub(
+        lambda match: f"{match['begin']}\n{TABLES[match['name']]()}\n{match['end']}", text
+    )
+
+
+def measure(name: str) -> None:
+    """Run the benchmark and keep what it writes."""
+    RESULTS.mkdir(parents=True, exist_ok=True)
+    words = shlex.split(MEASUREMENTS[name])[1:]
+    command = [sys.executable, "-m", "paceline", *words, "--json", str(RESULTS / f"{name}.json")]
+    subprocess.run(command, check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure, and write tables and plots.")
+    parser.add_argument(
+        "--measure",
+        nargs="*",
+        choices=MEASUREMENTS,
+        metavar="NAME",
+        help="measure these again, or all of them; leave the machine alone meanwhile",
+    )
+    options = parser.parse_args()
+    if options.measure is not None:
+        for name in options.measure or MEASUREMENTS:
+            measure(name)
+    for page in pages():
+        page.write_text(updated(page.read_text()))
+    for name, plot in PLOTS.items():
+        (IMAGES / name).write_text(plot().svg())
+
+
+if __name__ == "__main__":
+    main()
