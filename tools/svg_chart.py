@@ -11,7 +11,7 @@ __all__ = ["Axis", "BarChart", "Chart"]
 
 _WIDTH, _HEIGHT = 720, 360
 _LEFT, _RIGHT, _TOP, _BOTTOM = 70, 30, 36, 50
-_BAR_LEFT, _BAR_RIGHT, _BAR_PITCH, _BAR_HEIGHT, _BAR_BOTTOM = 190, 60, 32, 22, 10
+_BAR_LEFT, _BAR_RIGHT, _BAR_PITCH, _BAR_HEIGHT, _BAR_BOTTOM = 240, 60, 32, 22, 10
 _COLOURS = ("#c0504d", "#1f77b4", "#2a9d5c", "#8e5ea2", "#d08a1d")
 
 
