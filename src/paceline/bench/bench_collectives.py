@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -46,7 +47,18 @@ _SIZES = [4 << (2 * step) for step in range(14)]
 _PACELINE, _CORE, _GLOO, _MPI = "paceline", "core", "gloo", "mpi"
 _IN_PLACE, _LIMIT, _ROUNDED = "in place", "limit", "bfloat16"
 _ALL_REDUCE, _BARRIER = "all_reduce", "barrier"
-_CALLS = (_ALL_REDUCE, "broadcast", "all_gather", "reduce_scatter", "all_to_all", _BARRIER)
+_CALLS = (
+    _ALL_REDUCE,
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "reduce_scatter",
+    "scatter",
+    "all_to_all",
+    "send_recv",
+    _BARRIER,
+)
 # The native core's codes.
 _FLOAT32, _SUM = 10, 0
 
@@ -288,6 +300,19 @@ def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
     rank, world = dist.get_rank(), dist.get_world_size()
     count = max(size // 4 // world, 1)
     whole, part = torch.zeros(count * world), torch.zeros(count)
+    is_root, partner = rank == 0, (rank + world // 2) % world
+    parts = list(whole.split(count))
+    received = torch.zeros(count * world)
+
+    def send_and_receive(group: dist.ProcessGroup) -> None:
+        """There and back: each rank of the first half with one of the second."""
+        if rank < world // 2:
+            dist.send(whole, partner, group=group)
+            dist.recv(received, partner, group=group)
+        elif partner < world // 2:
+            dist.recv(received, partner, group=group)
+            dist.send(whole, partner, group=group)
+
     # What is in the whole before, what of it or of the part is looked at, and what is there then.
     total = float(sum(range(1, world + 1)))
     calls: dict[str, tuple[Callable[[dist.ProcessGroup], object], torch.Tensor, float]] = {
@@ -304,9 +329,26 @@ def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
         ),
         "all_to_all": (
             lambda group: dist.all_to_all_single(received, whole, group=group),
-            received := torch.zeros(count * world),
+            received,
             float(world),
         ),
+        "reduce": (
+            lambda group: dist.reduce(whole, 0, group=group),
+            whole,
+            # What the others have in the end is left open.
+            total if is_root else math.nan,
+        ),
+        "gather": (
+            lambda group: dist.gather(part, parts if is_root else None, 0, group=group),
+            whole,
+            float(world if is_root else rank + 1),
+        ),
+        "scatter": (
+            lambda group: dist.scatter(part, parts if is_root else None, 0, group=group),
+            part,
+            1.0,
+        ),
+        "send_recv": (send_and_receive, received, partner + 1.0),
         _BARRIER: (dist.barrier, part, float(rank + 1)),
     }
     run, seen, expected = calls[call]
@@ -321,7 +363,7 @@ def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
                 start = time.perf_counter()
                 run(group)
                 times.append(time.perf_counter() - start)
-                if seen[-1].item() != expected:
+                if seen[-1].item() != expected and not math.isnan(expected):
                     raise PacelineError(
                         f"wrong result of {call}: expected {expected}, found {seen[-1].item()}"
                     )
