@@ -345,6 +345,115 @@ def test_ddp_between_hosts_weighs_ranks_and_plans_smaller_buckets():
     run_ranks(4, check, timeout=60)
 
 
+@pytest.mark.parametrize("wire_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("host_of", [[0, 0, 1, 1], [0, 0, 1]])
+def test_closing_signals_travel_with_the_last_bucket(host_of, wire_dtype):
+    """A step makes one call for the opening signals and one for each bucket; what closing signals
+    say arrives: failures, unused parameters.
+    """
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        class Branches(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.first = torch.nn.Linear(300, 300)
+                self.second = torch.nn.Linear(300, 300)
+                self.third = torch.nn.Linear(300, 300)
+
+            def forward(self, x, uses_third=True):
+                x = self.second(self.first(x))
+                return self.third(x) if uses_third else x
+
+        join(rank, host_of)
+        torch.manual_seed(0)
+        model = paceline.DistributedDataParallel(
+            Branches(),
+            bucket_cap_mb=0.3,
+            find_unused_parameters=True,
+            check_finite=True,
+            wire_dtype=wire_dtype and getattr(torch, wire_dtype),
+        )
+        engine = dist.group.WORLD.engine
+
+        def step(*arguments):
+            before = engine._sequence
+            model.zero_grad()
+            batch = torch.full((4, 300), 1.0 + rank)
+            model(batch, *arguments).square().mean().backward()
+            return engine._sequence - before
+
+        for _ in range(2):
+            step()  # the first plan is made anew after a step
+        buckets = len(model.reducer.buckets)
+        assert buckets > 2
+        assert step() == 1 + buckets
+        for odd in range(world):  # one more agrees on what was used, where something was not
+            assert step(rank != odd) == 1 + buckets + 1
+            assert model.module.third.weight.grad.abs().sum() > 0
+        assert step(False) == 1 + buckets + 1
+        assert model.module.third.weight.grad is None
+        # The opening signals went before this one was known.
+        latest = model.reducer.buckets[-1].parameters[0]
+        for odd in range(world):
+            spoil = latest.register_hook(lambda gradient: gradient * float("nan"))
+            if rank != odd:
+                spoil.remove()
+            with pytest.raises(paceline.StepError, match="non-finite gradient of first"):
+                step()
+            spoil.remove()
+        assert step() == 1 + buckets
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_signals_with_the_last_bucket_leave_the_average_as_it_is(dtype):
+    """With weights that differ or are zero, and ranks that have run out of data."""
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        import paceline
+
+        join(rank, [0, 0, 1, 1])
+        torch.manual_seed(0)
+        kind = getattr(torch, dtype)
+        net = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).to(kind)
+        batches = torch.randn(world, 8, 64, generator=torch.Generator().manual_seed(1)).to(kind)
+
+        def compare(model, counts):
+            model.zero_grad()
+            whole = torch.cat([batch[:n] for batch, n in zip(batches, counts, strict=True)])
+            wanted = torch.autograd.grad(net(whole).square().mean(), list(net.parameters()))
+            with model.count(counts[rank]):
+                loss = model(batches[rank][: counts[rank]]).square()
+            (loss.mean() if counts[rank] else loss.sum()).backward()
+            for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+                error = (parameter.grad - gradient).abs().max()
+                assert error <= 4 * torch.finfo(kind).eps * gradient.abs().max() + 1e-7
+
+        model = paceline.DistributedDataParallel(net, bucket_cap_mb=0.02)
+        for counts in ([2, 2, 2, 2], [1, 2, 3, 4], [0, 5, 3, 8], [2, 2, 2, 2]):
+            compare(model, counts)
+        assert model.reducer.buckets[-1].trailer is not None
+        if rank in (1, 2):
+            model.no_more_data()
+        else:
+            for _ in range(2):
+                compare(model, [2, 0, 0, 2])
+            model.no_more_data()
+        dist.destroy_process_group()
+
+    run_ranks(4, check, timeout=60)
+
+
 def test_ddp_refuses_a_wire_dtype_that_would_mean_nothing():
     def check(rank, world):
         import torch

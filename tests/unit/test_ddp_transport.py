@@ -43,7 +43,7 @@ class Recorded(Transport):
     def _launch(self, bucket):
         self.sent.append("launch")
 
-    def _close(self, signal):
+    def _close(self, signal, carrier):
         self.sent.append("close")
 
     def _complete(self, telemetry):

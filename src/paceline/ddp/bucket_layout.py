@@ -70,7 +70,8 @@ class BucketLayout:
     def _build(self, plan: BucketPlan) -> None:
         self._transport.forget_buckets()
         self.buckets: list[Bucket] = [
-            self._bucket(index, members) for index, members in enumerate(plan.buckets)
+            self._bucket(index, members, is_last=0 < index == len(plan) - 1)
+            for index, members in enumerate(plan.buckets)
         ]
         # The last bucket waits for the end of backward, because this rank's closing signal goes
         # with it and has to cover the whole step. So do gradients that are summed in place: for
@@ -84,7 +85,8 @@ class BucketLayout:
             if not parameter.requires_grad
         ]
 
-    def _bucket(self, index: int, members: Sequence[int]) -> Bucket:
+    def _bucket(self, index: int, members: Sequence[int], *, is_last: bool) -> Bucket:
+        """`is_last`: of several."""
         parameters = [self._managed[member].parameter for member in members]
         dtype = self._dtype if parameters[0].is_floating_point() else None
         if self._managed[members[0]].sparse:
@@ -98,6 +100,8 @@ class BucketLayout:
                 is_deferred=self._managed[members[0]].deferred,
             )
         transport = self._transport
+        is_deferred = self._managed[members[0]].deferred
+        carries_signal = is_last and not is_deferred and parameters[0].is_floating_point()
         return DenseBucket(
             index,
             members,
@@ -106,7 +110,8 @@ class BucketLayout:
             dtype,
             transport.fill_function(),
             transport.reallocate,
-            is_deferred=self._managed[members[0]].deferred,
+            is_deferred=is_deferred,
+            trailer=transport.closing_numbers if carries_signal else 0,
         )
 
     def defer_always(self) -> None:

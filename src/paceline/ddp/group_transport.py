@@ -1,7 +1,8 @@
 """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the
 sum, as torch's class does it.
 
-Signals travel as a sum in which every rank fills its own row. Waits poll for a peer's published
+Signals travel as a sum in which every rank fills its own row; between hosts the closing ones travel
+with the last bucket. Waits poll for a peer's published
 error, which is raised instead of a lost connection.
 """
 
@@ -23,7 +24,7 @@ from paceline.ddp.buckets import Bucket
 from paceline.ddp.buckets.base import Waitable
 from paceline.ddp.group_calls import all_reduce, all_to_all_into
 from paceline.ddp.plan import MIB, BucketLimits
-from paceline.ddp.signals import SIGNAL_WIDTH, Signal
+from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal
 from paceline.ddp.transport import Transport
 from paceline.errors import CollectiveTimeout, PacelineError, PeerLost
 
@@ -51,6 +52,7 @@ class GroupTransport(Transport):
         self._device = device  # signals travel in host memory wherever the group can do that
         self._posted: _Table | list[Signal] = []
         self._closing: _Table | None = None
+        self._carried: _Carried | None = None
         self._weight = 1.0
         self._weights_are_equal = True
         self._in_flight: list[tuple[Waitable, Bucket]] = []
@@ -62,6 +64,9 @@ class GroupTransport(Transport):
         # A `paceline` group watches its ranks itself, and the host does not wait for the calls of
         # an accelerator.
         self._polls_failures = device.type == "cpu" and not isinstance(group, PacelineGroup)
+        if self._spans_hosts and device.type == "cpu":
+            # Not where longer buckets are summed in another order.
+            self.closing_numbers = self.world
         # Those of accelerators and of `paceline` groups run one after the other.
         self.overlaps_broadcasts = self._polls_failures
 
@@ -90,17 +95,24 @@ class GroupTransport(Transport):
 
     def _launch(self, bucket: Bucket) -> None:
         factor = self._weight
-        if not self._weights_are_equal:
+        # What the bucket carries is divided by the factor in the end: it may not be zero.
+        if not self._weights_are_equal or factor == 0.0:
             bucket.scale(factor)
             factor = 1.0
+        if self._carried is not None:
+            self._carried.put(bucket, self.rank, factor)
         self._in_flight.append((bucket.all_reduce(self.group, factor, self._wire_dtype), bucket))
 
-    def _close(self, signal: Signal) -> None:
-        self._closing = self._send(signal)
+    def _close(self, signal: Signal, carrier: Bucket | None) -> None:
+        if carrier is not None and carrier.trailer is not None:
+            self._carried = _Carried(signal)
+        else:
+            self._closing = self._send(signal)
 
     def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
         closing, self._closing = self._closing, None
+        carried, self._carried = self._carried, None
         for work, bucket in in_flight:
             if telemetry is not None:
                 telemetry.waiting_for(bucket.index)
@@ -108,13 +120,15 @@ class GroupTransport(Transport):
             bucket.received()
             if telemetry is not None:
                 telemetry.averaged(bucket.index)
+        if carried is not None:
+            return carried.read()
         if closing is None:
             return self._signals()
         self._wait(closing.work)
         return closing.read()
 
     def _abandon(self) -> None:
-        self._in_flight, self._closing = [], None
+        self._in_flight, self._closing, self._carried = [], None, None
 
     def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         moved = numbers.to(self._device)
@@ -197,6 +211,41 @@ class _Table:
     def read(self) -> list[Signal]:
         rows: Sequence[Sequence[float]] = self._rows.tolist()
         return [Signal.unpack(row) for row in rows]
+
+
+class _Carried:
+    """Closing signals that travel with a bucket: each rank adds a number of its own to the zeros of
+    the others. It is small, so that it is not lost if it is rounded on its way.
+    """
+
+    _IS_CLOSING, _FAILED, _UNUSED = 1, 2, 4
+
+    def __init__(self, mine: Signal) -> None:
+        self._mine = mine
+        self._trailer = torch.empty(0)
+        self._factor = 1.0
+
+    def put(self, bucket: Bucket, rank: int, factor: float) -> None:
+        """Into the bucket that is sent next, which is multiplied by this factor."""
+        trailer = bucket.trailer
+        assert trailer is not None, "a bucket that carries signals has room for them"
+        mine = self._mine
+        trailer.zero_()
+        trailer[rank] = self._IS_CLOSING + self._FAILED * mine.failed + self._UNUSED * mine.unused
+        self._trailer, self._factor = trailer, factor
+
+    def read(self) -> list[Signal]:
+        """All ranks' signals, when the bucket is back."""
+        numbers = [round(number / self._factor) for number in self._trailer.tolist()]
+        assert all(number & self._IS_CLOSING for number in numbers), numbers
+        return [
+            Signal(
+                Call.CLOSE,
+                failed=bool(number & self._FAILED),
+                unused=bool(number & self._UNUSED),
+            )
+            for number in numbers
+        ]
 
 
 def _is_unexplained(error: PacelineError) -> bool:

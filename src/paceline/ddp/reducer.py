@@ -362,7 +362,9 @@ class Reducer(BackwardObserver):
         """
         if len(self._layout.buckets) > 1 and not self._layout.defers_sums:
             signal = Signal(Call.CLOSE, failed=step.failed, unused=self._has_unused(step))
-            self.transport.close(signal)
+            # A hook sends a bucket in its own way, and one that is skipped is not sent at all.
+            is_sent = self.comm_hook is None and not self._config.skip_unused
+            self.transport.close(signal, self._layout.buckets[-1] if is_sent else None)
 
     def _set_weights(self, step: Step, signals: Sequence[Signal]) -> None:
         weights = weights_of([signal.contribution for signal in signals], self.rule)

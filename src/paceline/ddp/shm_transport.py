@@ -128,7 +128,8 @@ class ShmTransport(Transport):
             self._arena.ready(number)
         self._in_flight.append((bucket.index, number))
 
-    def _close(self, signal: Signal) -> None:
+    def _close(self, signal: Signal, carrier: Bucket | None) -> None:
+        del carrier  # all signals are read at the end, with or without a bucket
         self._last = self._write(signal)
 
     def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]:

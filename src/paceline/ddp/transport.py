@@ -77,6 +77,9 @@ class Transport(abc.ABC):
     # Whether all work is done at the end of backward: then nobody needs to know when a gradient
     # arrives.
     reduces_at_end = False
+    # How many numbers, summed with the last bucket, make a message of their own for the closing
+    # signals unnecessary; 0: none do.
+    closing_numbers = 0
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -134,12 +137,14 @@ class Transport(abc.ABC):
         self._launched += 1
         self._launch(bucket)
 
-    def close(self, signal: Signal) -> None:
-        """The closing signal, before the last bucket is launched."""
+    def close(self, signal: Signal, carrier: Bucket | None = None) -> None:
+        """The closing signal, before the last bucket is launched. `carrier`: that bucket, if it is
+        launched on every rank.
+        """
         if self._state is not _POSTED and self._state is not _WEIGHTED:
             self._refuse("close", "nothing is open")
         self._state = _CLOSED
-        self._close(signal)
+        self._close(signal, carrier)
 
     def complete(self, telemetry: BucketTelemetry | None = None) -> list[Signal]:
         """Wait for all launched buckets, and end the operation."""
@@ -181,7 +186,7 @@ class Transport(abc.ABC):
     def _launch(self, bucket: Bucket) -> None: ...
 
     @abc.abstractmethod
-    def _close(self, signal: Signal) -> None: ...
+    def _close(self, signal: Signal, carrier: Bucket | None) -> None: ...
 
     @abc.abstractmethod
     def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]: ...

@@ -126,6 +126,13 @@ class Bucket:
         """
         raise NotImplementedError
 
+    @property
+    def trailer(self) -> torch.Tensor | None:
+        """Numbers of the transport's own that `all_reduce` sums with the gradients, if it has
+        any.
+        """
+        return None
+
     def received(self) -> None:
         """The result of `all_reduce` is there."""
 

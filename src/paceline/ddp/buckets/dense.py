@@ -54,6 +54,7 @@ class DenseBucket(Bucket):
         fill: Fill | None = None,
         reallocate: Callable[[int, int, torch.device], torch.Tensor | None] | None = None,
         is_deferred: bool = False,
+        trailer: int = 0,
     ) -> None:
         super().__init__(index, members, parameters)
         self.is_deferred = is_deferred
@@ -68,6 +69,9 @@ class DenseBucket(Bucket):
         self.nbytes = (
             self.numel * first.element_size() if dtype is None else self.numel * dtype.itemsize
         )
+        # Numbers of the transport's own behind the gradients, which are summed with them.
+        self._trailer_length = trailer
+        self._memory_bytes = self.nbytes + trailer * self.dtype.itemsize
         self._allocate, self._reallocate = allocate, reallocate
         # By address only where every gradient lies in memory as its place does.
         self._fill = (
@@ -98,7 +102,7 @@ class DenseBucket(Bucket):
         if self._flat is None or storage_users(self._flat) > self._references:
             # The second case: a caller holds a slice of last step's gradients. Leave it that
             # memory, take other.
-            memory = self._allocate(self.nbytes, self.device)
+            memory = self._allocate(self._memory_bytes, self.device)
             if memory is not None:
                 self._lay_out(memory)
             del memory  # it would count as a reference
@@ -133,9 +137,9 @@ class DenseBucket(Bucket):
 
     def _move_back(self) -> None:
         if self._reallocate is None:
-            memory = self._allocate(self.nbytes, self.device)
+            memory = self._allocate(self._memory_bytes, self.device)
         else:
-            memory = self._reallocate(self._address, self.nbytes, self.device)
+            memory = self._reallocate(self._address, self._memory_bytes, self.device)
         assert memory is not None
         self._lay_out(memory)
         del memory  # it would count as a reference
@@ -325,7 +329,18 @@ class DenseBucket(Bucket):
     def all_reduce(
         self, group: dist.ProcessGroup, factor: float, wire_dtype: torch.dtype | None
     ) -> Waitable:
-        return all_reduce_scaled(group, self.wire(), factor, wire_dtype)
+        sent = self._with_trailer if self._trailer_length else self.wire()
+        return all_reduce_scaled(group, sent, factor, wire_dtype)
+
+    @property
+    def trailer(self) -> torch.Tensor | None:
+        """The transport's own numbers, if it asked for some."""
+        return self._with_trailer[self.numel :] if self._trailer_length else None
+
+    @property
+    def _with_trailer(self) -> torch.Tensor:
+        flat = self.flat
+        return flat.as_strided((self.numel + self._trailer_length,), (1,), flat.storage_offset())
 
     def replace(self, result: torch.Tensor) -> None:
         """A communication hook returned another tensor."""
