@@ -46,6 +46,55 @@ def test_a_killed_host_ends_the_waits_of_the_others(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
+def test_a_killed_host_ends_every_kind_of_call(length):
+    """The host dies while the others wait for its first message, in a call of each kind."""
+
+    def check(rank, world, hosts, kind):
+        import os
+        import signal
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        def parts():
+            return [torch.ones(length) for _ in range(world)]
+
+        def call():
+            if kind == "all_to_all":
+                dist.all_to_all(parts(), parts())
+            elif kind == "gather":
+                dist.gather(torch.ones(length), parts() if rank == 0 else None, 0)
+            elif kind == "scatter":
+                dist.scatter(torch.ones(length), parts() if rank == 3 else None, 3)
+            elif kind == "reduce":
+                dist.reduce(torch.ones(length), 0)
+            else:
+                dist.reduce_scatter(torch.ones(length), parts())
+
+        enter(hosts[rank // 2])
+        init_group("paceline")
+        call()
+        dist.barrier()
+        if rank >= 2:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(GroupError):
+                call()
+
+    with simulated_hosts(2) as hosts:
+        for kind in ("all_to_all", "gather", "scatter", "reduce", "reduce_scatter"):
+            outcomes = run_ranks(4, check, hosts, kind, check=False, timeout=60)
+            assert [outcome.error is None for outcome in outcomes] == [True, True, False, False], (
+                kind,
+                [outcome.error for outcome in outcomes],
+            )
+
+
+@pytest.mark.parametrize("length", LENGTHS)
 def test_a_cut_link_ends_calls_at_their_time_limit(length):
     def check(rank, world, hosts):
         import subprocess

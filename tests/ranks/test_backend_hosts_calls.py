@@ -9,6 +9,7 @@ import pytest
 from tests.harness import init_group, run_ranks
 
 PLACEMENTS = {"2x2": [0, 0, 1, 1], "uneven": [0, 0, 1], "3 hosts": [0, 1, 1, 2]}
+EVEN_PLACEMENTS = {"interleaved": [0, 1, 0, 1], "3 even hosts": [0, 1, 2]}
 
 
 def join(rank, host_of):
@@ -55,6 +56,190 @@ def test_calls_that_differ_are_listed_by_every_rank_and_the_group_lives_on(place
             with pytest.raises(MismatchError, match="barrier"):
                 dist.barrier() if rank == odd else dist.all_reduce(torch.ones(700_000))
         dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])
+def test_exchanges_of_any_length_reach_their_ranks(placement):
+    """What travels with the rows, what goes straight, and both in one call."""
+    host_of = (PLACEMENTS | EVEN_PLACEMENTS)[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import MismatchError
+
+        join(rank, host_of)
+
+        def value(source, goal):
+            return float(100 * source + goal + 1)
+
+        def part(source, goal, count):
+            return torch.full((count,), value(source, goal))
+
+        for unit in (0, 1, 700, 40_000, 300_000):
+            for lengths in (
+                [[unit] * world] * world,
+                [[unit * (s + g) for g in range(world)] for s in range(world)],
+                [[0 if s else unit for _ in range(world)] for s in range(world)],
+            ):
+                inputs = [part(rank, goal, lengths[rank][goal]) for goal in range(world)]
+                outputs = [torch.zeros(lengths[source][rank]) for source in range(world)]
+                dist.all_to_all(outputs, inputs)
+                for source, output in enumerate(outputs):
+                    assert torch.equal(output, part(source, rank, lengths[source][rank]))
+            for root in range(world):
+                gathered = [torch.zeros(unit) for _ in range(world)] if rank == root else None
+                dist.gather(part(rank, root, unit), gathered, root)
+                for source, output in enumerate(gathered or ()):
+                    assert torch.equal(output, part(source, root, unit))
+                output = torch.zeros(unit)
+                inputs = [part(root, goal, unit) for goal in range(world)] if rank == root else None
+                dist.scatter(output, inputs, root)
+                assert torch.equal(output, part(root, rank, unit))
+        for count in (3, 200_000):
+            wanted = [torch.zeros(count + (rank == 1 and r == 0)) for r in range(world)]
+            expected = f"rank 0 sends {4 * count} bytes to rank 1, which expects {4 * count + 4}"
+            with pytest.raises(MismatchError, match=expected):
+                dist.all_to_all(wanted, [torch.zeros(count) for _ in range(world)])
+            dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])
+def test_reduce_and_reduce_scatter_have_the_bits_of_an_all_reduce(placement):
+    host_of = (PLACEMENTS | EVEN_PLACEMENTS)[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupOptions, MismatchError
+
+        join(rank, host_of)
+        rounded = dist.new_group(pg_options=GroupOptions(wire_dtype=torch.bfloat16))
+        # Of several hosts an all-reduce rounds pieces twice.
+        groups = [dist.group.WORLD, *([rounded] if max(host_of) == 1 else [])]
+        generator = torch.Generator().manual_seed(rank)
+        cases = [
+            (group, dtype, op, counts)
+            for group in groups
+            for dtype, op in (
+                (torch.float32, dist.ReduceOp.SUM),
+                (torch.float32, dist.ReduceOp.AVG),
+                (torch.float16, dist.ReduceOp.AVG),
+                (torch.float64, dist.ReduceOp.MAX),
+                (torch.bfloat16, dist.ReduceOp.AVG),
+                (torch.int32, dist.ReduceOp.SUM),
+                (torch.complex64, dist.ReduceOp.SUM),
+            )
+            for counts in (
+                [3] * world,
+                [100_001] * world,
+                [400_000 * (r % 2) for r in range(world)],
+                [70_000 * (r + 1) for r in range(world)],
+            )
+            # torch hands complex numbers to an all-reduce as real ones, which are rounded.
+            if group is not rounded or not dtype.is_complex
+        ]
+        for group, dtype, op, counts in cases:
+            whole = torch.randn(sum(counts), generator=generator).to(dtype)
+            inputs = list(whole.split(counts))
+            output = torch.empty(counts[rank], dtype=dtype)
+            dist.reduce_scatter(output, inputs, op=op, group=group)
+            root = len(counts) - 1
+            reduced = whole.clone()
+            dist.reduce(reduced, root, op=op, group=group)
+            assert rank == root or torch.equal(reduced, whole)
+            dist.all_reduce(whole, op=op, group=group)
+            assert rank != root or torch.equal(reduced, whole)
+            assert torch.equal(output, whole.split(counts)[rank])
+        shift = int(rank == 0)  # as much in all, but divided in another way
+        counts = [100_000 + shift, 100_000 - shift, *[100_000] * (world - 2)]
+        halves = [torch.ones(count) for count in counts]
+        with pytest.raises(MismatchError):
+            dist.reduce_scatter(torch.empty(halves[rank].numel()), halves)
+        dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("host_of", [[0, 0, 0, 1, 1], [0, 0, 1, 1]])
+def test_exchanges_of_many_ranks_gather_their_sizes_on_all_lanes(host_of):
+    """As between so many ranks, or hosts, that sizes are long themselves."""
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline.backend import hierarchical_exchange, hierarchical_move
+
+        hierarchical_move._SHORT_BYTES = 64
+        hierarchical_exchange._CARRIED_BYTES = 1 << 30  # more than a message has room for
+        join(rank, host_of)
+        for count in (0, 5, 50_000):
+            inputs = [torch.full((count + goal,), 10.0 * rank + goal) for goal in range(world)]
+            outputs = [torch.zeros(count + rank) for _ in range(world)]
+            dist.all_to_all(outputs, inputs)
+            for source, output in enumerate(outputs):
+                assert torch.equal(output, torch.full((count + rank,), 10.0 * source + rank))
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])
+def test_exchanges_and_reductions_that_differ_are_told_on_every_rank(placement):
+    """On all ranks, whatever the others do."""
+    host_of = (PLACEMENTS | EVEN_PLACEMENTS)[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import MismatchError
+
+        join(rank, host_of)
+
+        def parts(count):
+            return [torch.ones(count) for _ in range(world)]
+
+        def all_to_all(count):
+            dist.all_to_all(parts(count), parts(count))
+
+        def gather(count):
+            dist.gather(torch.ones(count), parts(count) if rank == 0 else None, 0)
+
+        def scatter(count):
+            dist.scatter(torch.ones(count), parts(count) if rank == 1 else None, 1)
+
+        def reduce(count):
+            dist.reduce(torch.ones(count), world - 1)
+
+        def reduce_scatter(count):
+            dist.reduce_scatter(torch.ones(count), parts(count))
+
+        def barrier(count):
+            dist.barrier()
+
+        calls = (all_to_all, gather, scatter, reduce, reduce_scatter, barrier)
+        for odd in range(world):
+            for count in (3, 150_000):
+                for usual, unusual in zip(calls, (*calls[1:], calls[0]), strict=True):
+                    with pytest.raises(MismatchError) as raised:
+                        (unusual if rank == odd else usual)(count)
+                    assert sorted(raised.value.values) == list(range(world))
+                    with pytest.raises(MismatchError):
+                        (unusual if host_of[rank] == host_of[odd] else usual)(count)
+        for count in (3, 150_000):
+            for call in calls:
+                call(count)
         dist.destroy_process_group()
 
     run_ranks(len(host_of), check, timeout=120)
@@ -122,6 +307,43 @@ def test_abort_ends_the_waits_of_all_hosts():
             store.set("aborted", "")
 
     run_ranks(3, check, timeout=60)
+
+
+def test_asynchronous_exchanges_and_reductions_keep_what_they_work_on():
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        join(rank, PLACEMENTS["2x2"])
+        for count in (5, 200_000):
+            peer = (rank + 2) % world
+            works, exchanged, sums = [], [], []
+            for turn in range(6):
+                outputs = [torch.zeros(count) for _ in range(world)]
+                inputs = [torch.full((count,), float(10 * rank + turn)) for _ in range(world)]
+                works.append(dist.all_to_all(outputs, inputs, async_op=True))
+                exchanged.append(outputs)
+                output = torch.zeros(count)
+                works.append(dist.reduce_scatter(output, inputs, async_op=True))
+                sums.append(output)
+                reduced = inputs[0].clone()
+                works.append(dist.reduce(reduced, turn % world, async_op=True))
+                sums += [reduced] if rank == turn % world else []
+                del inputs, reduced  # only the calls have them from here on
+            # A program's own messages go their way meanwhile.
+            sent, received = torch.full((count,), float(rank)), torch.zeros(count)
+            messages = [dist.isend(sent, peer), dist.irecv(received, peer)]
+            for work in (*messages, *reversed(works)):
+                work.wait()
+            assert torch.equal(received, torch.full((count,), float(peer)))
+            for turn, outputs in enumerate(exchanged):
+                for source, output in enumerate(outputs):
+                    assert torch.equal(output, torch.full((count,), float(10 * source + turn)))
+            expected = {float(sum(10 * r + turn for r in range(world))) for turn in range(6)}
+            assert {value for each in sums for value in each.unique().tolist()} == expected
+        dist.destroy_process_group()
+
+    run_ranks(4, check, timeout=120)
 
 
 def test_asynchronous_calls_run_in_order_and_are_waited_for_in_any():

@@ -52,6 +52,19 @@ def test_the_time_limit_of_a_call_holds_between_hosts():
             tensors = [torch.ones(1) for _ in range(world)]
             group.alltoall(tensors, tensors, options(dist.AllToAllOptions)).wait()
 
+        def large_all_to_all(group):
+            outputs, inputs = ([torch.ones(200_000) for _ in range(world)] for _ in range(2))
+            group.alltoall(outputs, inputs, options(dist.AllToAllOptions)).wait()
+
+        def large_reduce(group):
+            options_ = options(dist.ReduceOptions, rootRank=0)
+            group.reduce([torch.ones(100_000)], options_).wait()
+
+        def large_reduce_scatter(group):
+            inputs = [torch.ones(100_000) for _ in range(world)]
+            options_ = options(dist.ReduceScatterOptions)
+            group.reduce_scatter([torch.ones(100_000)], [inputs], options_).wait()
+
         def barrier(group):
             group.barrier(timeout=limit).wait()
 
@@ -59,7 +72,17 @@ def test_the_time_limit_of_a_call_holds_between_hosts():
         init_group("paceline", timeout=timedelta(seconds=60))
         assert type(dist.group.WORLD.engine).__name__ == "MultiHostEngine"
         seen = {}
-        for call in (small, large, asynchronous, broadcast, all_to_all, barrier):
+        for call in (
+            small,
+            large,
+            asynchronous,
+            broadcast,
+            all_to_all,
+            large_all_to_all,
+            large_reduce,
+            large_reduce_scatter,
+            barrier,
+        ):
             group = dist.new_group(range(world))
             dist.barrier()
             if rank != LATE:

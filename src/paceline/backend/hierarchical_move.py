@@ -1,4 +1,4 @@
-"""Broadcast, all-gather and exchange over all ranks of several hosts: bytes that are moved only.
+"""Broadcast and all-gather over all ranks of several hosts: bytes that are moved only.
 
 Broadcast and all-gather are one thing, `_Spread`: each host has a segment of the whole, for a
 broadcast one of them has all of it, and every rank gets every segment. The first step in shared
@@ -6,10 +6,7 @@ memory gives all ranks of a host its segment. A short whole then goes through on
 first rank of a host to the others. A long one goes in blocks: each lane sends its slice of the
 host's own block to all other hosts, and the slices that it received are shared inside the host. A
 long broadcast to several hosts first deals a piece to each, so that the link of its host need not
-carry all of it to all of them.
-
-An exchange (gather, scatter, all-to-all) is a table of sizes that all ranks gather, so that all see
-whether they fit, and a transfer by Gloo. What is short travels with the table.
+carry all of it to all of them. What fits into one block needs no thread of its own (`is_brief`).
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ from collections.abc import Sequence
 from itertools import accumulate, islice
 
 import torch
-import torch.distributed as dist
 
 from paceline.backend.host_engine import address_of
 from paceline.backend.host_placement import Placement, cut_range
@@ -27,21 +23,30 @@ from paceline.backend.lane import message_capacity
 from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES
-from paceline.errors import MismatchError
 
-__all__ = ["all_gather", "as_bytes", "broadcast", "exchange", "exchange_bytes", "lanes_to_move"]
+__all__ = ["RankParts", "all_gather", "as_bytes", "broadcast", "is_brief", "lanes_to_move"]
 
 _SHORT_BYTES = 8 << 10
 _SLICE_BYTES = 512 << 10
 _DEPTH = 2
-# What a rank sends with the table of sizes, at most; all ranks together no more than the second.
-_CARRIED_BYTES = 1 << 10
-_ALL_CARRIED_BYTES = 64 << 10
 
 
 def lanes_to_move(placement: Placement, nbytes: int) -> int:
     """How many lanes are spoken on to move a whole of this length."""
     return 1 if nbytes <= _SHORT_BYTES else placement.lanes
+
+
+def is_brief(placement: Placement, nbytes: int) -> bool:
+    """Whether a whole of this length needs no more than the first message of each host: whoever
+    waits for that gets signals.
+    """
+    return nbytes <= lanes_to_move(placement, nbytes) * _slice_bytes(placement) and (
+        placement.hosts == 2 or nbytes <= _SHORT_BYTES
+    )
+
+
+def _slice_bytes(placement: Placement) -> int:
+    return min(_SLICE_BYTES, message_capacity(placement.hosts))
 
 
 def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
@@ -68,7 +73,7 @@ def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
 def all_gather(call: MultiHostCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:
     """Give every rank the bytes of all, one tensor for each rank."""
     members = call.placement.members
-    parts = _Parts([outputs[rank] for of_host in members for rank in of_host])
+    parts = RankParts([outputs[rank] for of_host in members for rank in of_host])
     whole, is_in_place = parts.memory()
     _gather_on_host(call, whole, parts.lengths, tensor)
     lengths = iter(parts.lengths)
@@ -125,7 +130,7 @@ class _Spread:
         self._lengths = lengths
         self._starts = [0, *accumulate(lengths)][:-1]
         self._lanes = lanes_to_move(call.placement, whole.numel())
-        self._slice_bytes = min(_SLICE_BYTES, message_capacity(call.placement.hosts))
+        self._slice_bytes = _slice_bytes(call.placement)
         self._blocks = -(-max(lengths) // (self._lanes * self._slice_bytes))
 
     def run(self) -> None:
@@ -236,103 +241,26 @@ class _Spread:
             lane.send(message, count, hosts)
 
 
-# --- exchange -------------------------------------------------------------------------------------
-def exchange(
-    call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
-) -> None:
-    """Every rank sends every other something, of any size."""
-    size = call.placement.size
-    to_send, to_receive = _Parts(inputs), _Parts(outputs)
-    carried = _carried_bytes(size)
-    mine = torch.zeros(_row_bytes(size), dtype=torch.uint8)
-    table = mine[: 16 * size].view(torch.int64).view(2, size)
-    table.copy_(torch.tensor([to_send.lengths, to_receive.lengths]))
-    if sum(to_send.lengths) <= carried:
-        data = to_send.joined()
-        mine[16 * size :][: data.numel()].copy_(data)
-    rows = torch.empty((size, len(mine)), dtype=torch.uint8)
-    all_gather(call, rows.unbind(), mine)
-    tables = rows[:, : 16 * size].contiguous().view(torch.int64).view(size, 2, size)
-    _check_sizes(call, tables)
-    sent = tables[:, 0, :]
-    if int(sent.sum(1).max()) <= carried:
-        to_receive.fill(_carried_parts(call.placement.rank, rows[:, 16 * size :], sent))
-    else:
-        _exchange_over_gloo(call, to_receive, to_send, is_even=bool((sent == sent[0, 0]).all()))
-
-
-def _exchange_over_gloo(
-    call: MultiHostCall, to_receive: _Parts, to_send: _Parts, *, is_even: bool
-) -> None:
-    options = dist.AllToAllOptions()
-    options.timeout = call.left()
-    lengths = ([], []) if is_even else (to_receive.lengths, to_send.lengths)
-    received, is_in_place = to_receive.memory()
-    gloo = call.links.all_ranks
-    call.await_gloo(gloo.alltoall_base(received, to_send.joined(), *lengths, options))
-    if not is_in_place:
-        to_receive.fill(received.split(to_receive.lengths))
-
-
-class _Parts:
+# --- bytes of tensors ----------------------------------------------------------------------------
+class RankParts:
     """One tensor for each rank, as bytes."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._parts = [as_bytes(tensor) for tensor in tensors]
-        self.lengths = [part.numel() for part in self._parts]
-        self._adjoining = _adjoining(self._parts)
-
-    def joined(self) -> torch.Tensor:
-        """All bytes, one part behind the other."""
-        return torch.cat(self._parts) if self._adjoining is None else self._adjoining
+        self.parts = [as_bytes(tensor) for tensor in tensors]
+        self.lengths = [part.numel() for part in self.parts]
 
     def memory(self) -> tuple[torch.Tensor, bool]:
-        """Memory for all bytes, and whether it is that of the tensors."""
-        if self._adjoining is not None:
-            return self._adjoining, True
+        """Memory for all bytes, one part behind the other, and whether it is that of the
+        tensors.
+        """
+        adjoining = _adjoining(self.parts)
+        if adjoining is not None:
+            return adjoining, True
         return torch.empty(sum(self.lengths), dtype=torch.uint8), False
 
     def fill(self, data: Sequence[torch.Tensor]) -> None:
-        for part, received in zip(self._parts, data, strict=True):
+        for part, received in zip(self.parts, data, strict=True):
             part.copy_(received)
-
-
-def exchange_bytes(placement: Placement) -> int:
-    """What ranks gather for an exchange, all together."""
-    return placement.size * _row_bytes(placement.size)
-
-
-def _carried_bytes(size: int) -> int:
-    return min(_CARRIED_BYTES, _ALL_CARRIED_BYTES // size) // 8 * 8
-
-
-def _row_bytes(size: int) -> int:
-    """Two tables of sizes, and what is carried with them."""
-    return 16 * size + _carried_bytes(size)
-
-
-def _carried_parts(rank: int, rows: torch.Tensor, sent: torch.Tensor) -> list[torch.Tensor]:
-    starts = sent[:, :rank].sum(1).tolist()
-    lengths = sent[:, rank].tolist()
-    return [
-        row[start : start + length]
-        for row, start, length in zip(rows, starts, lengths, strict=True)
-    ]
-
-
-def _check_sizes(call: MultiHostCall, tables: torch.Tensor) -> None:
-    """Every rank sees what each sends to and expects from each, so that all reach the same
-    conclusion.
-    """
-    sizes_sent, sizes_wanted = tables[:, 0, :], tables[:, 1, :].T
-    if not torch.equal(sizes_sent, sizes_wanted):
-        source, goal = (sizes_sent != sizes_wanted).nonzero()[0].tolist()
-        sends, expects = int(sizes_sent[source, goal]), int(sizes_wanted[source, goal])
-        raise MismatchError(
-            f"{Kind.NAMES[call.record.kind]}: rank {source} sends {sends} bytes to rank {goal}, "
-            f"which expects {expects}; give tensors of the same size and type on both sides",
-            {source: f"sends {sends}", goal: f"expects {expects}"},
-        )
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -51,7 +51,7 @@ from paceline.core import abi
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES, Op
 
-__all__ = ["ReducePlan", "is_short", "reduce_hierarchically", "wire_dtype_of"]
+__all__ = ["HostwiseReduction", "ReducePlan", "is_short", "reduce_hierarchically", "wire_dtype_of"]
 
 _DEPTH = 2
 # Up to the first a tensor is short, and up to the second if a host sends no more in all.
@@ -157,14 +157,20 @@ def reduce_hierarchically(
     op: Reduction,
     plan: ReducePlan,
     wire_dtype: torch.dtype,
+    root: int | None = None,
 ) -> None:
-    """Reduce a contiguous tensor over all ranks, in place."""
+    """Reduce a contiguous tensor over all ranks, in place; with a `root`, on that rank only."""
     if plan.count == 0:
         call.agree()
-    elif plan.is_short:
-        _ShortReduction(call, tensor, op).run()
+    elif root is not None and not plan.is_short and plan.hosts == 2:
+        _RootReduction(call, tensor, op, plan, wire_dtype, root).run()
     else:
-        _BlockReduction(call, tensor, op, plan, wire_dtype).run()
+        # Only the root's tensor may change.
+        own = tensor if root in (None, call.placement.rank) else tensor.clone()
+        if plan.is_short:
+            _ShortReduction(call, own, op).run()
+        else:
+            _BlockReduction(call, own, op, plan, wire_dtype).run()
 
 
 _ADDING = (Op.SUM, Op.AVG, Op.PREMUL_SUM)
@@ -185,18 +191,67 @@ class _Arithmetic:
             self.inside, self.divisor = SUM, ranks
 
 
-class _Reduction:
-    """What both ways have in common."""
+class HostwiseReduction:
+    """A reduction inside each host, then over the hosts: what all ways have in common.
 
-    def __init__(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
+    Args:
+        call: the call it belongs to.
+        tensor: one of the type that is reduced.
+        op: the operation.
+        wire_dtype: the type in which hosts' sums travel, if they are rounded on their way.
+    """
+
+    def __init__(
+        self,
+        call: MultiHostCall,
+        tensor: torch.Tensor,
+        op: Reduction,
+        wire_dtype: torch.dtype | None = None,
+    ) -> None:
         self._call = call
         self._placement = call.placement
-        self._tensor = tensor
-        self._address = tensor.data_ptr()
         self._element = tensor.element_size()
         self._dtype = core_dtype(tensor)
         self._arithmetic = _Arithmetic(tensor.dtype, op, self._placement.size)
         self._core = abi.library()
+        self._wire_dtype = wire_dtype or tensor.dtype
+        self._rounds = self._wire_dtype != tensor.dtype
+        self._wire_element = self._wire_dtype.itemsize
+
+    def _sum_on_host(
+        self,
+        inputs: C.Array[C.c_void_p],
+        counts: C.Array[C.c_uint64],
+        output: int | None,
+        *,
+        is_first: bool,
+    ) -> None:
+        """The host's sum of what is this rank's: a reduce-scatter of one input for each rank."""
+        op = self._arithmetic.inside
+        request = Request(
+            kind=Kind.REDUCE_SCATTER,
+            dtype=self._dtype,
+            op=op.code,
+            root=-1,
+            output=output,
+            factor=op.scalar,
+        )
+        request.inputs, request.in_counts = inputs, counts
+        if is_first:
+            self._call.run_first_local(request)
+        else:
+            self._call.run_local(request)
+
+    def _add_shares(self, out: torch.Tensor, received: Sequence[LaneMessage], mine: int) -> None:
+        """Put the sum of the other hosts' shares and this one's, at address `mine`, into `out`."""
+        shares = [message.address for message in received]
+        shares.insert(self._placement.host, mine)
+        if not self._rounds:
+            self._sum_hosts(out.data_ptr(), shares, out.numel())
+            return
+        pointers = (C.c_void_p * len(shares))(*shares)
+        self._core.plc_sum_of_bf16(out.data_ptr(), pointers, len(shares), out.numel())
+        self._average(out.data_ptr(), out.numel())
 
     def _sum_hosts(self, out: int, shares: Sequence[int], count: int) -> None:
         """out = the sum of the hosts' shares, in order of host; out may be one of them."""
@@ -211,8 +266,13 @@ class _Reduction:
             self._core.plc_scale_local(address, count, self._dtype, self._arithmetic.divisor)
 
 
-class _ShortReduction(_Reduction):
+class _ShortReduction(HostwiseReduction):
     """The first rank of each host takes the host's sum, sends it, and has the result first."""
+
+    def __init__(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
+        super().__init__(call, tensor, op)
+        self._tensor = tensor
+        self._address = tensor.data_ptr()
 
     def run(self) -> None:
         call, count = self._call, self._tensor.numel()
@@ -253,7 +313,7 @@ class _ShortReduction(_Reduction):
         self._call.run_local(request)
 
 
-class _BlockReduction(_Reduction):
+class _BlockReduction(HostwiseReduction):
     """Blocks in three steps, several of them under way at any time."""
 
     def __init__(
@@ -264,19 +324,17 @@ class _BlockReduction(_Reduction):
         plan: ReducePlan,
         wire_dtype: torch.dtype,
     ) -> None:
-        super().__init__(call, tensor, op)
+        super().__init__(call, tensor, op, wire_dtype)
         self._plan = plan
         self._flat = tensor.view(-1)
+        self._address = tensor.data_ptr()
         self._lane_index = self._placement.local_index
-        self._wire_dtype = wire_dtype
-        self._rounds = wire_dtype != tensor.dtype
-        self._wire_element = self._wire_dtype.itemsize
         # What this rank sent of the blocks under way.
         self._sent: dict[int, LaneMessage] = {}
         # The host's sums of this rank's slices: not in the tensor, which changes only when it is
         # known that all hosts make this call.
         under_way = _DEPTH + 1 if plan.in_pieces else 1
-        self._sums = _workspace(call, (under_way, plan.slice_count), tensor.dtype)
+        self._sums = call.workspace((under_way, plan.slice_count), tensor.dtype)
 
     def run(self) -> None:
         distributing = 2 * _DEPTH if self._plan.in_pieces else _DEPTH
@@ -329,20 +387,7 @@ class _BlockReduction(_Reduction):
         self, block: int, slices: Sequence[tuple[int, int]], output: int | None
     ) -> None:
         """The host's sum of this rank's slice."""
-        op = self._arithmetic.inside
-        request = Request(
-            kind=Kind.REDUCE_SCATTER,
-            dtype=self._dtype,
-            op=op.code,
-            root=-1,
-            output=output,
-            factor=op.scalar,
-        )
-        request.inputs, request.in_counts = self._table(slices, 1)
-        if block == 0:
-            self._call.run_first_local(request)
-        else:
-            self._call.run_local(request)
+        self._sum_on_host(*self._table(slices, 1), output, is_first=block == 0)
 
     def _table(
         self, slices: Sequence[tuple[int, int]], unit: int
@@ -397,17 +442,6 @@ class _BlockReduction(_Reduction):
             total.copy_(on_wire)
         lane.send(message, length * self._wire_element, self._placement.other_hosts)
 
-    def _add_shares(self, out: torch.Tensor, received: Sequence[LaneMessage], mine: int) -> None:
-        """Put the sum of the other hosts' shares and this one's, at address `mine`, into `out`."""
-        shares = [message.address for message in received]
-        shares.insert(self._placement.host, mine)
-        if not self._rounds:
-            self._sum_hosts(out.data_ptr(), shares, out.numel())
-            return
-        pointers = (C.c_void_p * len(shares))(*shares)
-        self._core.plc_sum_of_bf16(out.data_ptr(), pointers, len(shares), out.numel())
-        self._average(out.data_ptr(), out.numel())
-
     # --- 3. distribute ----------------------------------------------------------------------------
     def _distribute(self, block: int) -> None:
         slices = self._plan.slices(block)
@@ -432,6 +466,73 @@ class _BlockReduction(_Reduction):
             lane.received(host)
 
 
-def _workspace(call: MultiHostCall, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    memory = call.links.workspace(shape[0] * shape[1] * dtype.itemsize)
-    return memory.view(dtype).view(shape)
+class _RootReduction(_BlockReduction):
+    """Of two hosts the root's has the sum. The other one only sends, and nobody but the root gets
+    the result.
+    """
+
+    def __init__(
+        self,
+        call: MultiHostCall,
+        tensor: torch.Tensor,
+        op: Reduction,
+        plan: ReducePlan,
+        wire_dtype: torch.dtype,
+        root: int,
+    ) -> None:
+        super().__init__(call, tensor, op, plan, wire_dtype)
+        self._is_root = root == self._placement.rank
+        self._is_at_root = root in self._placement.local
+        self._local_root = self._placement.local.index(root) if self._is_at_root else -1
+        # Sums of blocks under way, one to be rounded, and one for the result.
+        self._sums = call.workspace((_DEPTH + 3, plan.slice_count), tensor.dtype)
+
+    def _sum_of(self, block: int) -> torch.Tensor:
+        return self._sums[block % (_DEPTH + 1)]
+
+    def _contribute(self, block: int) -> None:
+        if not self._is_at_root or not self._call.speaks:
+            super()._contribute(block)
+            return
+        slices = self._plan.slices(block)
+        mine = self._sum_of(block).data_ptr()
+        total = self._sums[-2].data_ptr() if self._rounds else mine
+        self._reduce_scatter(block, slices, total)
+        if self._rounds:  # as the other host's is
+            self._core.plc_round_to_bf16(mine, total, slices[self._lane_index][1])
+        if block == 0:
+            self._call.send_header()
+
+    def _combine(self, block: int) -> None:
+        if not self._call.speaks:
+            return
+        if self._is_at_root:
+            result = self._result(block)
+            self._add_shares(result, self._receive(block), self._sum_of(block).data_ptr())
+            self._call.received()
+        else:
+            del self._sent[block]
+            if block == 0:
+                self._call.receive_first()
+                self._call.received()
+
+    def _result(self, block: int) -> torch.Tensor:
+        """Memory of this rank for the sum of its slice."""
+        return self._sums[-1][: self._plan.slices(block)[self._lane_index][1]]
+
+    def _distribute(self, block: int) -> None:
+        """To the root."""
+        if not self._is_at_root:
+            if block == 0 and not self._call.all_speak:
+                # The others learn that all ranks made the same call.
+                self._call.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+            return
+        slices = self._plan.slices(block)
+        request = Request(kind=Kind.GATHER, dtype=BYTES, root=self._local_root)
+        if self._call.speaks:
+            result = self._result(block)
+            request.count = result.numel() * self._element
+            request.input = result.data_ptr()
+        if self._is_root:
+            request.outputs, request.out_counts = self._table(slices, self._element)
+        self._call.run_local(request)

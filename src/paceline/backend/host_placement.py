@@ -56,6 +56,11 @@ class Placement:
         return min(map(len, self.members))
 
     @cached_property
+    def is_even(self) -> bool:
+        """Whether all hosts have as many ranks."""
+        return all(len(of_host) == self.lanes for of_host in self.members)
+
+    @cached_property
     def has_lane(self) -> bool:
         """Whether this rank is in a lane: on a host with more ranks than lanes, some are not."""
         return self.local_index < self.lanes

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -40,7 +40,10 @@ from paceline.errors import (
     PeerLost,
 )
 
-__all__ = ["Links", "MultiHostCall", "is_timeout"]
+__all__ = ["DIRECT_TAG", "Links", "MultiHostCall", "is_timeout"]
+
+# Of messages between all ranks that belong to a collective. Programs have the others.
+DIRECT_TAG = 2**31 - 1
 
 _RECORD_BYTES = C.sizeof(CallRecord)
 _MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
@@ -159,6 +162,11 @@ class MultiHostCall:
         self._limit_ns = limit_ns
         self._deadline = time.monotonic_ns() + limit_ns
 
+    def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        """Memory until the end of the call."""
+        memory = self.links.workspace(shape[0] * shape[1] * dtype.itemsize)
+        return memory.view(dtype).view(shape)
+
     # --- time -------------------------------------------------------------------------------------
     def left_ns(self) -> int:
         return max(self._deadline - time.monotonic_ns(), _MIN_LEFT_NS)
@@ -166,12 +174,17 @@ class MultiHostCall:
     def left(self) -> timedelta:
         return timedelta(microseconds=self.left_ns() // 1000)
 
-    def await_gloo(self, work: Work) -> None:
-        """Wait for one of Gloo's own collectives, which has a time limit."""
-        if self._on_callers_thread:
-            self.links.run_on_waiting_thread(work.wait)
+    def await_gloo(self, works: Sequence[Work]) -> None:
+        """Wait for messages that go straight to a rank on another host, or come from one."""
+
+        def wait() -> None:
+            for work in works:
+                work.wait(self.left())
+
+        if self._on_callers_thread and works:
+            self.links.run_on_waiting_thread(wait)
         else:
-            work.wait()
+            wait()
 
     # --- failures ---------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -18,12 +18,12 @@ from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.group_options import GroupOptions
+from paceline.backend.hierarchical_exchange import exchange, exchange_is_brief, exchange_lanes
 from paceline.backend.hierarchical_move import (
     all_gather,
     as_bytes,
     broadcast,
-    exchange,
-    exchange_bytes,
+    is_brief,
     lanes_to_move,
 )
 from paceline.backend.hierarchical_reduce import (
@@ -32,9 +32,10 @@ from paceline.backend.hierarchical_reduce import (
     reduce_hierarchically,
     wire_dtype_of,
 )
+from paceline.backend.hierarchical_reduce_scatter import PartReduction
 from paceline.backend.host_engine import core_dtype, dtype_label
 from paceline.backend.link_speed import LinkSpeed, measure_link
-from paceline.backend.multi_host_call import Links, MultiHostCall, is_timeout
+from paceline.backend.multi_host_call import DIRECT_TAG, Links, MultiHostCall, is_timeout
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
 from paceline.core.dtypes import BYTES
 from paceline.errors import CollectiveTimeout, ConfigError, PacelineError, PeerLost
@@ -80,9 +81,7 @@ class MultiHostEngine:
     ) -> Ticket | None:
         dtype = core_dtype(tensor)
         header = self._header(Kind.REDUCE, dtype, tensor.numel(), op=op.code, root=root)
-        # Only the root's tensor may change.
-        own = tensor if self.rank == root else tensor.clone()
-        return self._reduce(header, own, op, wait, timeout_ns)
+        return self._reduce(header, tensor, op, wait, timeout_ns, root)
 
     def reduce_scatter(
         self,
@@ -95,15 +94,31 @@ class MultiHostEngine:
     ) -> Ticket | None:
         self._check_one_per_rank("reduce_scatter", inputs)
         counts = [tensor.numel() for tensor in inputs]
-        header = self._header(Kind.REDUCE_SCATTER, core_dtype(output), sum(counts), op=op.code)
+        if counts[self.rank] != output.numel():
+            raise ConfigError(
+                f"rank {self.rank}: reduce_scatter: the output has {output.numel()} elements, this "
+                f"rank's input {counts[self.rank]}"
+            )
+        header = self._header(
+            Kind.REDUCE_SCATTER,
+            core_dtype(output),
+            sum(counts),
+            op=op.code,
+            label=zlib.crc32(repr(counts).encode()),  # how the whole is divided
+        )
+        nbytes = sum(counts) * output.element_size()
+        in_parts = self._placement.is_even and not is_short(nbytes, self._placement.hosts)
 
         def run(call: MultiHostCall) -> None:
+            if in_parts:
+                PartReduction(call, output, inputs, op, self._wire_dtype_of(output, op)).run()
+                return
             whole = torch.cat([tensor.reshape(-1) for tensor in inputs])
             self._run_reduction(call, whole, op)
             output.copy_(whole.split(counts)[self.rank].view_as(output))
 
-        lanes = self._lanes_to_reduce(sum(counts) * output.element_size())
-        return self._start(header, run, wait, timeout_ns, lanes)
+        lanes = self._lanes_to_reduce(nbytes)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=lanes == 1)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
@@ -112,9 +127,8 @@ class MultiHostEngine:
         header = self._header(
             Kind.BROADCAST, BYTES, data.numel(), root=root, label=dtype_label(tensor)
         )
-        lanes = lanes_to_move(self._placement, data.numel())
         run = functools.partial(broadcast, data=data, root=root)
-        return self._start(header, run, wait, timeout_ns, lanes)
+        return self._move(header, run, data.numel(), wait, timeout_ns)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
@@ -135,9 +149,8 @@ class MultiHostEngine:
             op=zlib.crc32(repr(sizes).encode()),
             label=dtype_label(tensor),
         )
-        lanes = lanes_to_move(self._placement, total)
         run = functools.partial(all_gather, outputs=outputs, tensor=tensor)
-        return self._start(header, run, wait, timeout_ns, lanes)
+        return self._move(header, run, total, wait, timeout_ns)
 
     def gather(
         self,
@@ -185,20 +198,29 @@ class MultiHostEngine:
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
-        return self._start(header, MultiHostCall.agree, wait, timeout_ns, lanes=1)
+        return self._start(header, MultiHostCall.agree, wait, timeout_ns, lanes=1, is_brief=True)
 
     # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        work = self._links.all_ranks.send([as_bytes(tensor)], peer, abs(tag))
+        work = self._links.all_ranks.send([as_bytes(tensor)], peer, self._slot(tag))
         return _GlooTicket(work, tensor, timeout_ns, self._name_of("send to", peer, tag))
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
         gloo, buffer = self._links.all_ranks, [as_bytes(tensor)]
         if peer == ANY_SOURCE:
-            work = gloo.recv_anysource(buffer, abs(tag))
+            work = gloo.recv_anysource(buffer, self._slot(tag))
         else:
-            work = gloo.recv(buffer, peer, abs(tag))
+            work = gloo.recv(buffer, peer, self._slot(tag))
         return _GlooTicket(work, tensor, timeout_ns, self._name_of("recv from", peer, tag))
+
+    def _slot(self, tag: int) -> int:
+        """Gloo's number for a tag."""
+        if abs(tag) == DIRECT_TAG:
+            raise ConfigError(
+                f"rank {self.rank}: tag {tag} belongs to the collectives between hosts; give "
+                "another one"
+            )
+        return abs(tag)
 
     def _name_of(self, call: str, peer: int, tag: int) -> str:
         who = "any rank" if peer == ANY_SOURCE else f"rank {peer}"
@@ -242,26 +264,37 @@ class MultiHostEngine:
         op: Reduction,
         wait: bool,
         timeout_ns: int,
+        root: int | None = None,
     ) -> Ticket | None:
         lanes = self._lanes_to_reduce(tensor.numel() * tensor.element_size())
         return self._start(
-            header, lambda call: self._run_reduction(call, tensor, op), wait, timeout_ns, lanes
+            header,
+            lambda call: self._run_reduction(call, tensor, op, root),
+            wait,
+            timeout_ns,
+            lanes,
+            is_brief=lanes == 1,
         )
 
     def _lanes_to_reduce(self, nbytes: int) -> int:
         return 1 if is_short(nbytes, self._placement.hosts) else self._placement.lanes
 
-    def _run_reduction(self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction) -> None:
+    def _run_reduction(
+        self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction, root: int | None = None
+    ) -> None:
         count, element_bytes = tensor.numel(), tensor.element_size()
         lanes, hosts = self._placement.lanes, self._placement.hosts
         if self._link_speed is None and not is_short(count * element_bytes, hosts):
             call.agree()
             self._link_speed = measure_link(call)
-        wire_dtype = wire_dtype_of(tensor, op, op.wire_dtype or self._wire_dtype)
+        wire_dtype = self._wire_dtype_of(tensor, op)
         plan = ReducePlan.of(
             count, element_bytes, wire_dtype.itemsize, lanes, hosts, self._link_speed
         )
-        reduce_hierarchically(call, tensor, op, plan, wire_dtype)
+        reduce_hierarchically(call, tensor, op, plan, wire_dtype, root)
+
+    def _wire_dtype_of(self, tensor: torch.Tensor, op: Reduction) -> torch.dtype:
+        return wire_dtype_of(tensor, op, op.wire_dtype or self._wire_dtype)
 
     def _exchange(
         self,
@@ -271,9 +304,21 @@ class MultiHostEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
-        lanes = lanes_to_move(self._placement, exchange_bytes(self._placement))
         run = functools.partial(exchange, outputs=outputs, inputs=inputs)
-        return self._start(header, run, wait, timeout_ns, lanes)
+        lanes, brief = exchange_lanes(self._placement), exchange_is_brief(self._placement)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
+
+    def _move(
+        self,
+        header: CallRecord,
+        run: Callable[[MultiHostCall], None],
+        nbytes: int,
+        wait: bool,
+        timeout_ns: int,
+    ) -> Ticket | None:
+        lanes = lanes_to_move(self._placement, nbytes)
+        brief = is_brief(self._placement, nbytes)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
     def _header(
         self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
@@ -296,8 +341,12 @@ class MultiHostEngine:
         wait: bool,
         timeout_ns: int,
         lanes: int,
+        *,
+        is_brief: bool,
     ) -> Ticket | None:
-        """Run a call when it is its turn; its first `lanes` are spoken on."""
+        """Run a call when it is its turn; its first `lanes` are spoken on. `is_brief`: it waits
+        where signals are handled, so that it may run on the thread that makes it.
+        """
         limit_ns = timeout_ns if timeout_ns >= 0 else int(self._timeout.total_seconds() * 1e9)
 
         def operate(on_callers_thread: bool = False) -> None:
@@ -312,7 +361,7 @@ class MultiHostEngine:
             with call.failing_together():
                 run(call)
 
-        if wait and lanes == 1 and self._run_here(lambda: operate(on_callers_thread=True)):
+        if wait and is_brief and self._run_here(lambda: operate(on_callers_thread=True)):
             return None
         ticket = self._calls.start(operate)
         if not wait:
