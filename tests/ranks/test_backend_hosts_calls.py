@@ -55,6 +55,9 @@ def test_calls_that_differ_are_listed_by_every_rank_and_the_group_lives_on(place
         for odd in range(world):
             with pytest.raises(MismatchError, match="barrier"):
                 dist.barrier() if rank == odd else dist.all_reduce(torch.ones(700_000))
+        for length in [10, 700_000] * 12:  # more often than there is memory for messages
+            with pytest.raises(MismatchError):
+                dist.all_reduce(torch.ones(length + rank))
         dist.barrier()
         dist.destroy_process_group()
 

@@ -112,8 +112,8 @@ class Lane:
         return message
 
     def outgoing(self, header: MessageHeader, timeout: timedelta) -> LaneMessage:
-        """A message to fill and send, with this header."""
-        message = self._outgoing.popleft()
+        """A message to fill and send, with this header. One that is not sent is the next again."""
+        message = self._outgoing[0]
         _await_all(message, timeout)
         C.memmove(message.bytes.data_ptr(), C.addressof(header), C.sizeof(header))
         return message
@@ -121,8 +121,9 @@ class Lane:
     def send(self, message: LaneMessage, nbytes: int, hosts: Sequence[int]) -> None:
         """Start sending it. It may not be changed any more."""
         data = [message.bytes[: HEADER_BYTES + nbytes]]
+        assert message is self._outgoing[0], "messages are sent in the order they are taken"
         message.works = [self._sends_to(host).send(data, host, _TAG) for host in hosts]
-        self._outgoing.append(message)
+        self._outgoing.rotate(-1)
 
     def is_arriving(self, host: int) -> bool:
         """Whether the next message from a host is here, or its beginning."""
