@@ -89,8 +89,11 @@ class ElasticJob:
         """
         deadline = time.monotonic() + timeout_s
         pause_s = _SHORTEST_PAUSE_S
-        while self.latest() <= number:
+        while True:
+            # First: a fork server that is stopped leaves on the page what is no longer so.
             self.check_lease()
+            if self.latest() > number:
+                break
             if time.monotonic() >= deadline:
                 raise CollectiveTimeout(
                     f"the rank in slot {self.slot} has waited {timeout_s:g} s for a generation "
