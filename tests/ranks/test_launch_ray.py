@@ -167,6 +167,10 @@ NODES = """
     cluster = Cluster(initialize_head=True, head_node_args=head)
     (folder / "address").write_text(cluster.address)
     ray.init(cluster.address, logging_level=logging.ERROR, log_to_driver=False)
+    for number in range(3):
+        while sum(node["Alive"] for node in ray.nodes()) < number + 2:  # the head is one, too
+            time.sleep(0.05)
+        (folder / f"node-{number}").write_text("yes")
 
     def train_elastically(folder):
         # All wait after the second step, until a rank was lost with its node and replaced.
@@ -190,9 +194,16 @@ NODES = """
         hook.remove()
         spans_hosts = job.wait_beyond(job.latest() - 1, 1.0).spans_hosts
         return job.member, spans_hosts, digest(model, optimizer, metrics[-1:])
-    print("nodes", *paceline.ray.launch(train_elastically, 2, args=(folder,), elastic=(1, 2)))
-    ray.shutdown()
-    cluster.shutdown()
+    try:
+        print("nodes", *paceline.ray.launch(train_elastically, 2, args=(folder,), elastic=(1, 2)))
+    finally:
+        ray.shutdown()
+        # The head goes last: without it, Ray's agents on the nodes wait for it instead of ending.
+        (folder / "is-over").write_text("yes")
+        deadline = time.monotonic() + 120
+        while not (folder / "nodes-ended").exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        cluster.shutdown()
 """
 
 
@@ -208,22 +219,26 @@ def test_an_actor_whose_node_is_lost_is_replaced_on_another_one(tmp_path):
         wait_for_files(tmp_path / "address", timeout=120)
         address = (tmp_path / "address").read_text()
         node = ["unshare", "--ipc", ray, "start", f"--address={address}", "--num-cpus=1", "--block"]
-        nodes = [
-            stack.enter_context(launched(node, env=_quiet(tmp_path), stdout=subprocess.DEVNULL))
-            for _ in range(3)
-        ]
+        nodes = []
+        for number in range(3):
+            # One after the other: Ray gives nodes that start at the same time the same socket.
+            start = launched(node, env=_quiet(tmp_path), stdout=subprocess.DEVNULL)
+            nodes.append(stack.enter_context(start))
+            wait_for_files(tmp_path / f"node-{number}", timeout=60)
         wait_for_files(*(tmp_path / f"node-of-{member}" for member in (0, 1)), timeout=200)
         (lost,) = [each for each in nodes if each.mark == (tmp_path / "node-of-1").read_text()]
         for pid in lost.processes():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        code = job.wait(280)
-        assert code == 0, job.stdout + job.stderr[-3000:]
+        wait_for_files(tmp_path / "is-over", timeout=200)
         for each in nodes:
-            if each is not lost:
-                each.process.terminate()
-                each.wait(60)
-            assert each.left_after(15.0) == []
+            each.process.terminate()
+        for each in nodes:
+            each.wait(60)
+            assert each.left_after(30.0) == []
+        (tmp_path / "nodes-ended").touch()
+        code = job.wait(60)
+        assert code == 0, job.stdout + job.stderr[-3000:]
         assert job.left_after(15.0) == []
     model, optimizer, training = make("cnn")
     undisturbed = digest(model, optimizer, run("cnn", model, optimizer, training, 6)[-1:])
