@@ -159,11 +159,23 @@ def reserved_port() -> Iterator[int]:
         yield reservation.getsockname()[1]
 
 
+def ray_environment(folder: pathlib.Path) -> dict[str, str]:
+    """Variables for programs that use Ray: it says little, and its workers find the tests."""
+    return {
+        "PYTHONWARNINGS": "ignore",
+        "RAY_DEDUP_LOGS": "0",
+        "RAY_TRAIN_V2_ENABLED": "1",
+        "HOME": str(folder),
+        "PYTHONPATH": str(pathlib.Path(__file__).parents[2]),
+    }
+
+
 def wait_for_files(*paths: pathlib.Path, timeout: float = 150.0) -> None:
     """Until all exist and are not empty: how a script tells a test how far it is."""
     deadline = time.monotonic() + timeout
     while not all(path.exists() and path.stat().st_size for path in paths):
         assert time.monotonic() < deadline, (
-            f"none of {[str(p) for p in paths if not p.exists()]} after {timeout} s"
+            f"still missing or empty after {timeout} s: "
+            f"{[str(p) for p in paths if not (p.exists() and p.stat().st_size)]}"
         )
         time.sleep(0.02)
