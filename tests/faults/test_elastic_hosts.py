@@ -322,5 +322,6 @@ def test_when_the_first_host_dies_the_job_ends_and_resumes_from_its_checkpoint(j
     with job.start(0, checkpoint) as first, job.start(1, checkpoint) as other:
         end(first)
         end(other)
-    assert int((job.folder / "began-2").read_text()) >= 10
+    # The file of step 10 is written in the background, and may not have been finished.
+    assert int((job.folder / "began-2").read_text()) in {5, 10}
     assert job.digests() == {f"digest-{slot}": undisturbed for slot in range(4)}

@@ -295,9 +295,11 @@ def test_a_signal_ends_everything_once_is_enough(busy, number, code):
 
 STUBBORN = """
     import os, pathlib, signal, sys, time
+    def write(name):
+        pathlib.Path(sys.argv[1], name + os.environ["RANK"]).write_text("yes")
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    pathlib.Path(sys.argv[1], "up-" + os.environ["RANK"]).write_text("up")
+        signal.signal(number, lambda *_: write("asked-"))
+    write("up-")
     time.sleep(300)
 """
 
@@ -315,9 +317,9 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace_time(tmp_path):
     script = write_script(tmp_path, STUBBORN)
     with launched(run_command(script, str(tmp_path), options=("--grace=300",))) as job:
         wait_for_files(tmp_path / "up-0", tmp_path / "up-1")
-        while job.process.poll() is None:  # two at once count as one
-            os.kill(job.process.pid, signal.SIGINT)
-            time.sleep(0.3)
+        os.kill(job.process.pid, signal.SIGINT)
+        wait_for_files(tmp_path / "asked-0", tmp_path / "asked-1")
+        os.kill(job.process.pid, signal.SIGINT)
         assert job.wait() == 130
         assert job.left_after(0.0) == []
 
