@@ -22,7 +22,7 @@ from paceline.backend.host_placement import Placement
 from paceline.backend.multi_host_call import Links
 from paceline.core import Communicator
 from paceline.core.store_exchange import AbandonableStore
-from paceline.errors import GroupAborted, GroupError, PeerLost
+from paceline.errors import GroupAborted, PeerLost
 
 __all__ = ["connect_unless_obsolete"]
 
@@ -85,9 +85,10 @@ def connect_unless_obsolete(
             raise GroupAborted("the ranks of this group have changed before it was complete")
     try:
         ticket.wait()
-    except GroupError:
+    except (GroupAborted, PeerLost):
         raise
     except RuntimeError as error:
+        # Also where ranks cannot reach each other: a host that was just lost is no reason to end.
         raise PeerLost(
             f"rank {placement.rank} could not connect to the ranks on other hosts: {error}"
         ) from error

@@ -176,10 +176,12 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
     """A Gloo group of ranks on several hosts.
 
     Raises:
-        GroupError: its ranks cannot reach each other.
+        GroupError: its ranks cannot reach each other; or what the store raises.
     """
     try:
         return ProcessGroupGloo(store, rank, size, timeout=timeout)
+    except GroupError:
+        raise
     except RuntimeError as error:
         raise GroupError(
             f"no connection between hosts: {error}. {_address_in_use()} Set GLOO_SOCKET_IFNAME on "
