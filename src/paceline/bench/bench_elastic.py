@@ -199,6 +199,8 @@ def _kill_one(page: JobPage, ranks: int, rng: random.Random) -> tuple[float, flo
         time.sleep(_POLL_S)
     stepped = time.monotonic()
     while page.pid_in(slot) in {pid, None}:
+        if time.monotonic() - killed > _LIMIT_S:
+            raise LaunchError(f"no rank replaced the killed one within {_LIMIT_S:g} s")
         time.sleep(_POLL_S)
     return stepped - killed, _wait_until_whole(page, ranks) - killed
 
