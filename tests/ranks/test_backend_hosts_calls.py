@@ -66,7 +66,7 @@ def test_calls_that_differ_are_listed_by_every_rank_and_the_group_lives_on(place
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])
 def test_exchanges_of_any_length_reach_their_ranks(placement):
-    """What travels with the rows, what goes straight, and both in one call."""
+    """Parts of one length, which messages carry or not, and of several."""
     host_of = (PLACEMENTS | EVEN_PLACEMENTS)[placement]
 
     def check(rank, world):
@@ -109,6 +109,47 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
             with pytest.raises(MismatchError, match=expected):
                 dist.all_to_all(wanted, [torch.zeros(count) for _ in range(world)])
             dist.barrier()
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=120)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])
+def test_gathered_tensors_may_differ_in_length(placement):
+    """On one host only, on all of them, or in what the root expects: every rank finds out."""
+    host_of = (PLACEMENTS | EVEN_PLACEMENTS)[placement]
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import MismatchError
+
+        join(rank, host_of)
+
+        def gather(lengths, root, expected=None):
+            outputs = [torch.zeros(length) for length in expected or lengths]
+            dist.gather(
+                torch.full((lengths[rank],), rank + 1.0), outputs if rank == root else None, root
+            )
+            if rank == root:
+                for source, output in enumerate(outputs):
+                    assert torch.equal(output, torch.full((lengths[source],), source + 1.0))
+
+        for unit in (4, 400_000):
+            even = [unit] * world
+            for root in range(world):
+                for odd in range(world):
+                    uneven = [unit + (r == odd) for r in range(world)]
+                    gather(uneven, root)
+                    expected = f"rank {odd} sends {4 * unit} bytes to rank {root}, which expects"
+                    with pytest.raises(MismatchError, match=expected):
+                        gather(even, root, expected=uneven)
+                    gather(even, root)
+                parts = [torch.zeros(unit + (r == 1)) for r in range(world)]
+                with pytest.raises(MismatchError, match=f"rank {root} sends .* to rank 1"):
+                    dist.scatter(torch.zeros(unit), parts if rank == root else None, root)
+            gather([unit * (host + 1) for host in host_of], 0)
         dist.destroy_process_group()
 
     run_ranks(len(host_of), check, timeout=120)
@@ -181,10 +222,9 @@ def test_exchanges_of_many_ranks_gather_their_sizes_on_all_lanes(host_of):
         import torch
         import torch.distributed as dist
 
-        from paceline.backend import hierarchical_exchange, hierarchical_move
+        from paceline.backend import hierarchical_move
 
-        hierarchical_move._SHORT_BYTES = 64
-        hierarchical_exchange._CARRIED_BYTES = 1 << 30  # more than a message has room for
+        hierarchical_move.is_short = lambda nbytes, hosts: nbytes <= 64
         join(rank, host_of)
         for count in (0, 5, 50_000):
             inputs = [torch.full((count + goal,), 10.0 * rank + goal) for goal in range(world)]
@@ -422,7 +462,8 @@ def test_long_and_short_data_is_moved_between_hosts(placement):
 
         join(rank, host_of)
         for root in range(world):
-            for length in (0, 1, 8192, 8193, 3_000_001):  # short ones in one lane, long in all
+            # Short ones in one lane, long in all.
+            for length in (0, 1, 65_536, 65_537, 131_072, 131_073, 3_000_001):
                 data = of(root, length) if rank == root else torch.zeros(length, dtype=torch.uint8)
                 dist.broadcast(data, root)
                 assert torch.equal(data, of(root, length)), (root, length)
@@ -435,7 +476,7 @@ def test_long_and_short_data_is_moved_between_hosts(placement):
             whole = torch.zeros(world * length, dtype=torch.uint8)
             dist.all_gather_into_tensor(whole, of(rank, length))
             assert torch.equal(whole, torch.cat([of(source, length) for source in range(world)]))
-        for length in (1, 40_000):  # carried with the sizes, and not
+        for length in (1, 40_000):
             sent = [of(rank * world + goal, length + goal) for goal in range(world)]
             received = [torch.zeros(length + rank, dtype=torch.uint8) for _ in range(world)]
             dist.all_to_all(received, sent)

@@ -17,6 +17,7 @@ from itertools import accumulate, islice
 
 import torch
 
+from paceline.backend.hierarchical_reduce import is_short
 from paceline.backend.host_engine import address_of
 from paceline.backend.host_placement import Placement, cut_range
 from paceline.backend.lane import message_capacity
@@ -26,14 +27,13 @@ from paceline.core.dtypes import BYTES
 
 __all__ = ["RankParts", "all_gather", "as_bytes", "broadcast", "is_brief", "lanes_to_move"]
 
-_SHORT_BYTES = 8 << 10
 _SLICE_BYTES = 512 << 10
 _DEPTH = 2
 
 
 def lanes_to_move(placement: Placement, nbytes: int) -> int:
     """How many lanes are spoken on to move a whole of this length."""
-    return 1 if nbytes <= _SHORT_BYTES else placement.lanes
+    return 1 if is_short(nbytes, placement.hosts) else placement.lanes
 
 
 def is_brief(placement: Placement, nbytes: int) -> bool:
@@ -41,7 +41,7 @@ def is_brief(placement: Placement, nbytes: int) -> bool:
     waits for that gets signals.
     """
     return nbytes <= lanes_to_move(placement, nbytes) * _slice_bytes(placement) and (
-        placement.hosts == 2 or nbytes <= _SHORT_BYTES
+        placement.hosts == 2 or is_short(nbytes, placement.hosts)
     )
 
 
@@ -60,7 +60,7 @@ def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
         request.input = request.output = address_of(data)
     call.run_first_local(request)
     nbytes = data.numel()
-    if placement.hosts == 2 or nbytes <= _SHORT_BYTES:
+    if placement.hosts == 2 or is_short(nbytes, placement.hosts):
         lengths = [nbytes if host == source else 0 for host in range(placement.hosts)]
         _Spread(call, data, lengths).run()
     else:
@@ -134,7 +134,7 @@ class _Spread:
         self._blocks = -(-max(lengths) // (self._lanes * self._slice_bytes))
 
     def run(self) -> None:
-        if self._whole.numel() <= _SHORT_BYTES:
+        if is_short(self._whole.numel(), self._placement.hosts):
             self._run_whole()
             return
         for step in range(self._blocks + _DEPTH):

@@ -40,7 +40,7 @@ from paceline.errors import (
     PeerLost,
 )
 
-__all__ = ["DIRECT_TAG", "Links", "MultiHostCall", "is_timeout"]
+__all__ = ["DIRECT_TAG", "Links", "MultiHostCall", "UnevenParts", "is_timeout"]
 
 # Of messages between all ranks that belong to a collective. Programs have the others.
 DIRECT_TAG = 2**31 - 1
@@ -137,6 +137,10 @@ class Links:
         self._all = self._lane = None
 
 
+class UnevenParts(Exception):
+    """All ranks make the same call, but not with parts of the same length."""
+
+
 class MultiHostCall:
     """One call, from its turn to its end."""
 
@@ -161,6 +165,17 @@ class MultiHostCall:
         self.header = MessageHeader(call=record, agreed=1)
         self._limit_ns = limit_ns
         self._deadline = time.monotonic_ns() + limit_ns
+
+    def on_lanes(self, lanes: int) -> MultiHostCall:
+        """The rest of this call, in which others may speak."""
+        return MultiHostCall(
+            self.placement,
+            self.links,
+            self.record,
+            self.left_ns(),
+            lanes,
+            on_callers_thread=self._on_callers_thread,
+        )
 
     def workspace(self, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
         """Memory until the end of the call."""
@@ -214,11 +229,16 @@ class MultiHostCall:
         )
 
     # --- do all ranks make the same call? ---------------------------------------------------------
-    def run_first_local(self, request: Request) -> None:
-        """Run the first step in shared memory, which compares the calls of this host's ranks."""
+    def run_first_local(self, request: Request, length: int = 0) -> None:
+        """Run the first step in shared memory, which compares the calls of this host's ranks, and
+        a length that belongs to them.
+
+        Raises:
+            UnevenParts: on all ranks of this host, if only the lengths or the steps differ.
+        """
         record = self.record
         request.label = hash(
-            (record.kind, record.dtype, record.op, record.root, record.count, record.label)
+            (record.kind, record.dtype, record.op, record.root, record.count, record.label, length)
         ) & (2**64 - 1)
         try:
             self._run_local(request)
@@ -228,11 +248,16 @@ class MultiHostCall:
     def run_local(self, request: Request) -> None:
         """Run a later step in shared memory. The ranks of this host are known to make one call: if
         steps differ, its speakers have learned that another host makes a different one.
+
+        Raises:
+            UnevenParts: it makes the same one, with parts of another length.
         """
         try:
             self._run_local(request)
         except MismatchError:
             records = self._shared_records({})
+            if _are_one_call(records):
+                raise UnevenParts from None
             if self.placement.has_lane and not self.speaks:
                 # On another host this lane may be spoken on.
                 self.send_header()
@@ -253,11 +278,20 @@ class MultiHostCall:
         if self.speaks:
             self.send_header()
             self.receive_first()
-        if not self.all_speak:
-            # The others learn that all ranks made the same call.
-            self.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+        self.confirm()
         if self.speaks:
             self.received()
+
+    def confirm(self) -> None:
+        """Let ranks that do not speak learn that all hosts make this call."""
+        if not self.all_speak:
+            self.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
+
+    def report_uneven(self) -> None:
+        """Let them learn that other hosts make it with parts of another length: `UnevenParts`."""
+        if not self.all_speak:
+            self._break_step()
+            self._shared_records(dict.fromkeys(range(self.placement.size), self.record))
 
     def send_header(self) -> None:
         lane = self.links.lane
@@ -275,12 +309,15 @@ class MultiHostCall:
                 records |= self._records_of(host, message)
             self.received()
             if not self.all_speak:
-                # The others wait for a step of the call. Another one ends that with a mismatch.
-                with contextlib.suppress(MismatchError):
-                    self._run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, label=1))
+                self._break_step()
                 records = self._shared_records(records)
             raise calls_mismatch(records)
         return messages
+
+    def _break_step(self) -> None:
+        """The others wait for a step of the call. Another one ends that with a mismatch."""
+        with contextlib.suppress(MismatchError):
+            self._run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1, label=1))
 
     def received(self) -> None:
         for host in self.placement.other_hosts:
@@ -308,6 +345,8 @@ class MultiHostCall:
         mine = torch.frombuffer(bytearray(bytes(self.record)), dtype=torch.uint8)
         self.local.allgather(here.unbind(), mine, wait=True, timeout_ns=self.left_ns())
         records = self._records_of_host(here)
+        if _are_one_call(records):
+            raise UnevenParts
         if self.placement.has_lane:
             lane = self.links.lane
             self.header.agreed = 0
@@ -354,6 +393,10 @@ class MultiHostCall:
             rank: CallRecord.from_buffer_copy(row.numpy().tobytes())
             for rank, row in enumerate(table)
         }
+
+
+def _are_one_call(records: dict[int, CallRecord]) -> bool:
+    return len({bytes(record) for record in records.values()}) == 1
 
 
 def is_timeout(text: str) -> bool:

@@ -18,7 +18,13 @@ from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.group_options import GroupOptions
-from paceline.backend.hierarchical_exchange import exchange, exchange_is_brief, exchange_lanes
+from paceline.backend.hierarchical_exchange import (
+    all_to_all,
+    all_to_all_lanes,
+    exchange_is_brief,
+    gather,
+    scatter,
+)
 from paceline.backend.hierarchical_move import (
     all_gather,
     as_bytes,
@@ -162,10 +168,8 @@ class MultiHostEngine:
         timeout_ns: int,
     ) -> Ticket | None:
         header = self._header(Kind.GATHER, BYTES, 0, root=root, label=dtype_label(tensor))
-        nothing = tensor.new_empty(0)
-        sent = [tensor if r == root else nothing for r in range(self.size)]
-        received = outputs or [nothing] * self.size
-        return self._exchange(header, received, sent, wait, timeout_ns)
+        run = functools.partial(gather, outputs=outputs, tensor=tensor, root=root)
+        return self._exchange(header, run, wait, timeout_ns, lanes=1)
 
     def scatter(
         self,
@@ -178,10 +182,8 @@ class MultiHostEngine:
     ) -> Ticket | None:
         label = dtype_label(output)
         header = self._header(Kind.SCATTER, BYTES, output.numel(), root=root, label=label)
-        nothing = output.new_empty(0)
-        sent = inputs or [nothing] * self.size
-        received = [output if r == root else nothing for r in range(self.size)]
-        return self._exchange(header, received, sent, wait, timeout_ns)
+        run = functools.partial(scatter, output=output, inputs=inputs, root=root)
+        return self._exchange(header, run, wait, timeout_ns, lanes=1)
 
     def alltoall(
         self,
@@ -194,7 +196,9 @@ class MultiHostEngine:
         self._check_one_per_rank("all_to_all", outputs)
         self._check_one_per_rank("all_to_all", inputs)
         header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
-        return self._exchange(header, outputs, inputs, wait, timeout_ns)
+        run = functools.partial(all_to_all, outputs=outputs, inputs=inputs)
+        lanes = all_to_all_lanes(self._placement)
+        return self._exchange(header, run, wait, timeout_ns, lanes)
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
@@ -299,13 +303,12 @@ class MultiHostEngine:
     def _exchange(
         self,
         header: CallRecord,
-        outputs: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
+        run: Callable[[MultiHostCall], None],
         wait: bool,
         timeout_ns: int,
+        lanes: int,
     ) -> Ticket | None:
-        run = functools.partial(exchange, outputs=outputs, inputs=inputs)
-        lanes, brief = exchange_lanes(self._placement), exchange_is_brief(self._placement)
+        brief = exchange_is_brief(self._placement)
         return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
     def _move(
