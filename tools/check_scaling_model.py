@@ -3,9 +3,10 @@
     python tools/check_scaling_model.py                      # all of them
     python tools/check_scaling_model.py --hosts 2x2 --links 1gbit
 
-In each run the ranks measure their network as `paceline doctor --hosts` does, and a step without
-exchange. From these alone the model says what all-reduces and steps take; then they are timed. The
-last column is predicted over measured. Exit status 1 if one is off by more than a fifth.
+In each run the ranks measure their network as `paceline doctor --hosts` does, and the parts of a
+step without exchange. From these alone the model says what all-reduces and steps take; then they
+are timed. The last column is predicted over measured. Exit status 1 if one is off by more than a
+fifth.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _HOSTS = ("2x2", "3x1", "4x1")
 _LINKS = ("200mbit", "500mbit", "1gbit")
 _SIZES = (2 << 20, 8 << 20)
 _WIDTH, _LAYERS, _BATCH = 1024, 4, 64
-_REPEATS = 3
+_REPEATS = 7
 _TOLERANCE = 0.2
 _MS = 1e3
 
@@ -93,7 +94,7 @@ def _compare(hosts: int, per_host: int, link: str) -> tuple[Network, list[_Row]]
         )
         found = json.loads(result.read_text())
     between, inside = (Link(*found["network"][kind]) for kind in ("between", "inside"))
-    shares = (found["network"][name] for name in ("message_s", "core_share"))
+    shares = (found["network"][name] for name in ("message_s", "core_share", "rounding_s_per_byte"))
     cluster = Cluster(hosts, per_host, Network(between, inside, *shares))
     rows = [
         _Row(
@@ -104,7 +105,7 @@ def _compare(hosts: int, per_host: int, link: str) -> tuple[Network, list[_Row]]
     ]
     for algorithm in Algorithm:
         buckets = tuple(found["buckets"][str(algorithm)])
-        work = Workload(sum(buckets), found["compute_s"], bucket_bytes=buckets)
+        work = Workload(sum(buckets), **found["compute"], bucket_bytes=buckets)
         measured = found["step_s"][str(algorithm)]
         rows.append(_Row("step", algorithm, step_s(cluster, work, algorithm), measured))
     return cluster.network, rows
@@ -115,6 +116,7 @@ def _print(hosts: str, link: str, network: Network, rows: list[_Row]) -> None:
     title = f"{hosts} hosts x ranks, {link}: found {between.latency_s * 1e6:.0f} us, "
     title += f"{between.bytes_per_s / 1e6:.1f} MB/s; message {network.message_s * 1e6:.0f} us; "
     title += f"{network.core_share:.0%} of cores; "
+    title += f"rounds a MB in {network.rounding_s_per_byte * 1e12:.0f} us; "
     inside = network.inside
     title += f"inside {inside.latency_s * 1e6:.0f} us, {inside.bytes_per_s / 1e6:.0f} MB/s"
     cells = [
@@ -142,7 +144,7 @@ def _run_rank(rank: int, world: int, pids: list[int], directory: str, result: pa
 
     join_group("paceline", directory, rank, world)
     network = measure_network().network()
-    found = {"network": dataclasses.asdict(network), "compute_s": _median_s(_step(_model()))}
+    found: dict[str, Any] = {"network": dataclasses.asdict(network), "compute": _parts_of_step()}
     found["network"] |= {
         kind: dataclasses.astuple(getattr(network, kind)) for kind in ("between", "inside")
     }
@@ -180,6 +182,16 @@ def _timed_all_reduces() -> dict[str, Any]:
     return {"all_reduce_s": found}
 
 
+def _parts_of_step() -> dict[str, float]:
+    """What a step takes without exchange, and the shares of its forward and its update."""
+    forward, backward, update = _forward_backward_update(_model())
+    forward_s = _median_s(forward)
+    both_s = _median_s(lambda: (forward(), backward()))
+    step_s = _median_s(lambda: (forward(), backward(), update()))
+    shares = {"forward_share": forward_s / step_s, "update_share": 1 - both_s / step_s}
+    return {"compute_s": step_s} | {name: max(share, 0.0) for name, share in shares.items()}
+
+
 def _timed_steps() -> dict[str, Any]:
     import torch
 
@@ -210,17 +222,22 @@ def _model() -> Any:
 
 
 def _step(model: Any) -> Callable[[], object]:
+    parts = _forward_backward_update(model)
+    return lambda: [part() for part in parts]
+
+
+def _forward_backward_update(model: Any) -> tuple[Callable[[], object], ...]:
     import torch
 
     batch = torch.randn(_BATCH, _WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    losses = []
 
-    def step() -> None:
+    def forward() -> None:
         optimizer.zero_grad()
-        model(batch).square().mean().backward()
-        optimizer.step()
+        losses[:] = [model(batch).square().mean()]
 
-    return step
+    return forward, lambda: losses.pop().backward(), optimizer.step
 
 
 def _median_s(action: Callable[[], object]) -> float:

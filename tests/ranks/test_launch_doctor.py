@@ -79,6 +79,7 @@ def test_the_hosts_of_a_job_are_measured_in_pairs(host_of):
         assert pairs == list(itertools.combinations(range(hosts), 2))
         assert all(0 < pair.link.latency_s < 10 for pair in figures.pairs)
         assert all(1e4 < pair.link.bytes_per_s < 1e12 for pair in figures.pairs)
+        assert 1e-12 < figures.rounding_s_per_byte < 1e-3
         assert [host.inside is None for host in figures.hosts] == [
             host.ranks == 1 for host in figures.hosts
         ]

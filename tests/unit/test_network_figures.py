@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -89,3 +90,10 @@ def test_the_slowest_host_decides_for_all():
     network = figures(3, slow).network()
     assert network.between == Link(2e-4, 5e7)  # the best of host 0
     assert network.inside == Link(1e-5, 1e9)
+
+
+def test_the_model_gets_what_was_measured_of_the_cores():
+    found = dataclasses.replace(figures(2), core_share=0.2, rounding_s_per_byte=3e-10)
+    network = found.network()
+    assert (network.message_s, network.core_share) == (1e-5, 0.2)
+    assert network.rounding_s_per_byte == 3e-10

@@ -64,6 +64,29 @@ def test_a_message_to_every_host_is_paid_for():
     assert all_reduce_s(Cluster(101, 8, network), 8.0, OURS) == pytest.approx(2e-4 + 200e-5, 1e-3)
 
 
+def test_rounding_takes_the_cores_of_each_rank():
+    network = Network(Link(0.0, 1e12), Link(0.0, 1e12), rounding_s_per_byte=1 / (50 * MB))
+    place = Cluster(2, 2, network)
+    assert all_reduce_s(place, 100 * MB, BF16) == pytest.approx(1.0, 1e-2)  # 50 MB a rank
+    assert all_reduce_s(place, 100 * MB, OURS) < 1e-3
+    # Beside a slow link only that of a block shows; a step has less of its cores for all of it.
+    narrow = dataclasses.replace(network, between=Link(0.0, 10 * MB))
+    block = (2 << 20) / 2 / (50 * MB)
+    seconds = all_reduce_s(Cluster(2, 2, narrow), 100 * MB, BF16)
+    assert seconds == pytest.approx(5.0 + block, 1e-3)
+    work = Workload(100 * MB, 0.5, bucket_bytes=(100 * MB,))
+    assert step_s(place, work, BF16) == pytest.approx(0.5 + 1.0 + 1.0, 1e-2)
+    assert step_s(place, work, OURS) == pytest.approx(0.5, 1e-2)
+
+
+def test_the_update_follows_the_last_average():
+    work = Workload(100 * MB, 0.6, forward_share=1 / 3, update_share=1 / 6)
+    # One bucket of 1 s on the link, 0.5 s after the step began.
+    late = dataclasses.replace(work, bucket_bytes=(100 * MB,))
+    assert step_s(cluster(2, 1), late, OURS) == pytest.approx(0.5 + 1.0 + 0.1)
+    assert step_s(cluster(1, 1), late, OURS) == pytest.approx(0.6)
+
+
 def test_the_link_works_while_gradients_are_computed():
     # Four buckets of 25 MB and 0.25 s on the link, a gradient every 0.1 s after a forward of 0.2 s.
     work = Workload(100 * MB, 0.6, forward_share=1 / 3, bucket_bytes=(25 * MB,) * 4)
@@ -93,6 +116,10 @@ def test_what_no_cluster_has_is_refused():
         Link(0.0, 0.0)
     with pytest.raises(ValueError, match="hosts and ranks"):
         cluster(0, 2)
+    with pytest.raises(ValueError, match="no negative time"):
+        Network(Link(0.0, MB), Link(0.0, MB), rounding_s_per_byte=-1.0)
+    with pytest.raises(ValueError, match="shares of a step"):
+        Workload(MB, 1.0, forward_share=0.6, update_share=0.5)
 
 
 def test_it_needs_no_torch():
@@ -109,9 +136,16 @@ _networks = st.builds(
     st.builds(Link, st.floats(0, 1e-2), st.floats(1e6, 1e12)),
     st.floats(0, 1e-3),
     st.floats(0, 0.9),
+    st.floats(0, 1e-6),
 )
 _clusters = st.builds(Cluster, st.integers(1, 2000), st.integers(1, 16), _networks)
-_workloads = st.builds(Workload, st.floats(1e3, 1e10), st.floats(1e-3, 1e2))
+_workloads = st.builds(
+    Workload,
+    st.floats(1e3, 1e10),
+    st.floats(1e-3, 1e2),
+    st.floats(0, 0.5),
+    st.floats(0, 0.5),
+)
 _algorithms = st.sampled_from(Algorithm)
 
 

@@ -39,12 +39,13 @@ class PairFigures:
 
 @dataclasses.dataclass(frozen=True)
 class NetworkFigures:
-    """A job as it was measured. `message_s` and `core_share` are those of the scaling model."""
+    """A job as it was measured. The last three figures are those of the scaling model."""
 
     hosts: tuple[HostFigures, ...]
     pairs: tuple[PairFigures, ...]
     message_s: float
     core_share: float = 0.0
+    rounding_s_per_byte: float = 0.0
 
     def link_of(self, host: int) -> Link:
         """The best that a host has with any other."""
@@ -60,6 +61,7 @@ class NetworkFigures:
             _worst(inside or [Link(0.0, float("inf"))]),
             self.message_s,
             self.core_share,
+            self.rounding_s_per_byte,
         )
 
 

@@ -7,6 +7,7 @@ counts: a collective waits for it.
 
 from __future__ import annotations
 
+import ctypes as C
 import socket
 import statistics
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from paceline._linux import host_identity
 from paceline.backend.host_placement import Placement
+from paceline.core import abi, native_status
 from paceline.ddp.group_transport import GroupTransport
 from paceline.diagnostics.network_figures import (
     HostFigures,
@@ -32,6 +34,7 @@ _PINGS, _BURST, _REPEATS = 30, 64, 5
 _TRIAL_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _TRANSFER_S = 0.2
 _INSIDE_BYTES = 16 << 20
+_ROUNDED_BYTES = 1 << 20  # about what is rounded at once
 _MATRIX = 384
 _LARGEST_SHARE = 0.9
 
@@ -75,7 +78,13 @@ class _Probe:
                 latency, seconds = (max(both[h] for h in pair) for both in (latency_s, transfer_s))
                 link = Link(latency, self._placement.lanes * nbytes / seconds)
                 pairs.append(PairFigures(pair, link))
-        return NetworkFigures(tuple(hosts), tuple(pairs), max(messages), max(core_shares))
+        return NetworkFigures(
+            tuple(hosts),
+            tuple(pairs),
+            max(messages),
+            max(core_shares),
+            max(self._over_hosts(self._rounding_s_per_byte())),
+        )
 
     def _over_hosts(self, value: float) -> list[float]:
         """The largest value of any rank, by host; the same list on all ranks."""
@@ -126,6 +135,28 @@ class _Probe:
         dist.destroy_process_group(group)
         return latency_s, max(transfer_s - latency_s, 1e-9)
 
+    def _rounding_s_per_byte(self) -> float:
+        """Seconds to round a byte of float32 as it is sent with `wire_dtype`, and to add two such,
+        while all ranks do. None where there is no core: then nobody rounds.
+        """
+        if not native_status().available:
+            return 0.0
+        values = torch.zeros(_ROUNDED_BYTES // 4)
+        rounded = torch.empty_like(values, dtype=torch.bfloat16)
+        shares = (C.c_void_p * 2)(rounded.data_ptr(), rounded.data_ptr())
+        core = abi.library()
+
+        def round_and_add() -> None:
+            core.plc_round_to_bf16(rounded.data_ptr(), values.data_ptr(), values.numel())
+            core.plc_sum_of_bf16(values.data_ptr(), shares, len(shares), values.numel())
+
+        round_and_add()
+        began = time.thread_time()
+        for _ in range(_REPEATS):
+            round_and_add()
+        taken = (time.thread_time() - began) * self._waits_for_core
+        return taken / _REPEATS / _ROUNDED_BYTES
+
     # --- between hosts ----------------------------------------------------------------------------
 
     def _peer(self, met: list[tuple[int, int]]) -> int | None:
@@ -156,10 +187,12 @@ class _Probe:
 
         both_ways()  # connects, and lets both begin together
         began, cpu_began = time.perf_counter(), time.process_time()
-        shortest = _shortest(both_ways)
+        for _ in range(_REPEATS):
+            both_ways()
         taken, cpu_taken = time.perf_counter() - began, time.process_time() - cpu_began
         self._core_share = min(cpu_taken / taken * self._waits_for_core, _LARGEST_SHARE)
-        return shortest
+        # Not the shortest: another rank on the same link may have been idle meanwhile.
+        return taken / _REPEATS
 
     def _ping(self, peer: int | None) -> float:
         """Half of a round trip, between the first ranks of two hosts."""
@@ -176,7 +209,8 @@ class _Probe:
                 dist.recv(data, peer)
                 dist.send(data, peer)
             times.append(time.perf_counter() - started)
-        return statistics.median(times) / 2
+        # One trip in a few waits for a core: that is no property of the link.
+        return statistics.quantiles(times, n=4)[0] / 2
 
     def _burst(self, peer: int | None, latency_s: float) -> float:
         """What each of many short messages takes its sender."""

@@ -5,7 +5,8 @@ An all-reduce is priced by what it must move and how often it must wait:
     flat ring    2 (N - 1) rounds over N ranks; in each, every host's link carries 1/N of the bytes
     hierarchy    ranks of a host sum in memory; each host sends 2 (H - 1) / H of the bytes, in one
                  round for two hosts and in two for more, to every other host directly; sums in
-                 memory go on while the link works, except for the first block and the last
+                 memory go on while the link works, except for the first block and the last. With
+                 bfloat16 half the bytes; what is sent is rounded and what comes widened, in memory
 
 A step is its computation and its buckets, one after the other on the link, each from the moment its
 last gradient is there. Sums in memory are made by the cores that compute, and a busy link has work
@@ -70,17 +71,21 @@ class Link:
 class Network:
     """`between` hosts, and `inside` a host: an all-reduce of its ranks in shared memory, per byte
     of the tensor. `message_s`: what one more message costs its sender. `core_share`: by how much of
-    its speed a rank computes more slowly while its link is busy.
+    its speed a rank computes more slowly while its link is busy. `rounding_s_per_byte`: what
+    a byte of float32 takes a rank to round to bfloat16 and to add to another's, while all do.
     """
 
     between: Link
     inside: Link
     message_s: float = 0.0
     core_share: float = 0.0
+    rounding_s_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.core_share < 1:
             raise ValueError(f"a rank goes on computing while its link is busy, got {self}")
+        if self.rounding_s_per_byte < 0:
+            raise ValueError(f"rounding takes no negative time, got {self}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,13 +108,21 @@ class Cluster:
 @dataclasses.dataclass(frozen=True)
 class Workload:
     """A training step: its gradients, and what it takes without exchanging them. `forward_share` of
-    that is over before the first gradient is there.
+    that is over before the first gradient is there, `update_share` follows when all are averaged.
     """
 
     gradient_bytes: float
     compute_s: float
     forward_share: float = 1 / 3
+    update_share: float = 0.0
     bucket_bytes: tuple[float, ...] | None = None  # None: as they would be planned
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.forward_share, self.update_share, 1 - self.forward_share - self.update_share)
+            < 0
+        ):
+            raise ValueError(f"forward, backward and update are shares of a step, got {self}")
 
     def buckets(self, algorithm: Algorithm) -> tuple[float, ...]:
         """The sizes of buckets, in the order they are sent."""
@@ -133,8 +146,7 @@ def all_reduce_s(cluster: Cluster, nbytes: float, algorithm: Algorithm) -> float
         return _flat_ring_s(cluster, nbytes)
     if cluster.hosts == 1:
         return _inside_s(cluster, nbytes)
-    wire_share = 0.5 if algorithm is Algorithm.HIERARCHY_BFLOAT16 else 1.0
-    return _hierarchy_s(cluster, nbytes, wire_share)
+    return _hierarchy_s(cluster, nbytes, algorithm)
 
 
 def _flat_ring_s(cluster: Cluster, nbytes: float) -> float:
@@ -143,16 +155,26 @@ def _flat_ring_s(cluster: Cluster, nbytes: float) -> float:
     return rounds * (link.latency_s + nbytes / cluster.ranks / link.bytes_per_s)
 
 
-def _hierarchy_s(cluster: Cluster, nbytes: float, wire_share: float) -> float:
+def _hierarchy_s(cluster: Cluster, nbytes: float, algorithm: Algorithm) -> float:
     between, others = cluster.network.between, cluster.hosts - 1
     rounds = 1 if cluster.hosts == 2 else 2
+    wire_share = 0.5 if algorithm is Algorithm.HIERARCHY_BFLOAT16 else 1.0
     sent = 2 * others / cluster.hosts * nbytes * wire_share
     block = min(nbytes, _BLOCK_BYTES * cluster.ranks_per_host)
     blocks = nbytes / block if block else 1.0
     messages_s = blocks * rounds * others * cluster.network.message_s
     wire = rounds * between.latency_s + sent / between.bytes_per_s + messages_s
-    inside = _inside_s(cluster, nbytes)
-    return max(wire + _inside_s(cluster, block), inside)
+    return max(
+        wire + _in_memory_s(cluster, block, algorithm), _in_memory_s(cluster, nbytes, algorithm)
+    )
+
+
+def _in_memory_s(cluster: Cluster, nbytes: float, algorithm: Algorithm) -> float:
+    """What the cores of a host do for a sum: each of its ranks rounds a slice."""
+    rounding_s = 0.0
+    if algorithm is Algorithm.HIERARCHY_BFLOAT16:
+        rounding_s = nbytes / cluster.ranks_per_host * cluster.network.rounding_s_per_byte
+    return _inside_s(cluster, nbytes) + rounding_s
 
 
 def _inside_s(cluster: Cluster, nbytes: float) -> float:
@@ -167,12 +189,12 @@ def _inside_s(cluster: Cluster, nbytes: float) -> float:
 
 def step_s(cluster: Cluster, workload: Workload, algorithm: Algorithm) -> float:
     """Seconds of one training step."""
-    compute_s = workload.compute_s
+    now = workload.forward_share * workload.compute_s
+    update_s = workload.update_share * workload.compute_s
+    backward_s = workload.compute_s - now - update_s
     if cluster.hosts > 1:
         # Sums while gradients are still computed. A ring makes as many, and moves more.
-        compute_s += _inside_s(cluster, workload.gradient_bytes)
-    now = workload.forward_share * compute_s
-    backward_s = compute_s - now
+        backward_s += _in_memory_s(cluster, workload.gradient_bytes, algorithm)
     speed_beside_link = 1 - cluster.network.core_share if cluster.hosts > 1 else 1.0
     sent_until = 0.0
     for nbytes in workload.buckets(algorithm):
@@ -183,7 +205,7 @@ def step_s(cluster: Cluster, workload: Workload, algorithm: Algorithm) -> float:
             left -= beside_link
         now += left
         sent_until = max(now, sent_until) + all_reduce_s(cluster, nbytes, algorithm)
-    return sent_until
+    return sent_until + update_s
 
 
 def efficiency(cluster: Cluster, workload: Workload, algorithm: Algorithm) -> float:
