@@ -279,7 +279,8 @@ def begins_a_failed_step_again(rank, world):
     init_group("paceline")
     model = network()
     optimizer = sgd(model)
-    training = training_of(model, optimizer)
+    # Otherwise rank 0 may be given all shards of the step that rank 1 makes a mistake in.
+    training = training_of(model, optimizer, steal=False)
     failures = 0
     while True:
         try:
