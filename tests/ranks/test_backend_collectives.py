@@ -496,15 +496,23 @@ def lists_of_tensors(rank, world):
         inputs = [numbers(index).t() for index in range(count)]
         outputs = [[torch.zeros(2, 3) for _ in range(count * world)] for _ in range(count)]
         like_gloo(lambda group, own, inputs=inputs: group.allgather(own, inputs), outputs)
+        gathered = ours.allgather(outputs, inputs).get_future().wait()
+        assert [len(tensors) for tensors in gathered] == [count * world] * count  # as Gloo's
 
     one, wrong_type, wrong_shape = torch.ones(1), torch.ones(1).double(), torch.ones(2)
     options.rootRank, options.rootTensor = 0, 2
+    reduce_options = dist.ReduceOptions()
+    reduce_options.rootTensor = 1
     mistakes = {
         "non-empty": lambda: ours.allreduce([]),
         "one dtype": lambda: ours.allreduce([one, wrong_type]),
         "one shape.*index 1": lambda: ours.allreduce([one, wrong_shape]),
         "one layout": lambda: ours.allreduce([one, one.to_sparse()]),
+        "all_reduce_coalesced: .*non-empty": lambda: ours.allreduce_coalesced([]),
+        "all_to_all: .*non-empty": lambda: ours.alltoall([], []),
         "invalid root tensor: 2": lambda: ours.broadcast([one, one], options),
+        "broadcast: invalid root tensor: 2": lambda: ours.broadcast([one], options),
+        "reduce: invalid root tensor: 1": lambda: ours.reduce([one], reduce_options),
         "as many output lists": lambda: ours.allgather([[one] * 4], [one, one]),
         "4 tensors in every output list": lambda: ours.allgather([[one] * 3] * 2, [one, one]),
         "one tensor per process": lambda: ours.reduce([one, one], dist.ReduceOptions()),
@@ -517,6 +525,33 @@ def lists_of_tensors(rank, world):
 
 def test_lists_of_several_tensors_per_process():
     run_ranks(2, lists_of_tensors)
+
+
+def results_that_cannot_be_written(rank, world):
+    import torch
+    import torch.distributed as dist
+
+    init_group("paceline")
+    for asynchronous in (False, True):
+        with pytest.raises(paceline.ConfigError, match=r"share memory.*clone"):
+            dist.all_reduce(torch.ones(1).expand(4), async_op=asynchronous)
+    with torch.inference_mode():
+        turned = torch.full((2, 3), float(rank)).t()
+        call = dist.all_reduce(turned, async_op=True)
+    call.get_future().wait()  # written by a thread that is not in inference mode
+    assert turned.eq(1.0).all()
+    work = dist.all_reduce(torch.ones(3, 2).t(), async_op=True)
+    work._finish = lambda: torch.ones(2).copy_(torch.ones(3))
+    with pytest.raises(RuntimeError, match="must match the size"):
+        work.get_future().wait()
+    total = torch.ones(2)
+    dist.all_reduce(total, async_op=True).get_future().wait()  # its thread lives
+    assert total.eq(2.0).all()
+    dist.destroy_process_group()
+
+
+def test_a_result_that_cannot_be_written_is_an_error_and_no_hang():
+    run_ranks(2, results_that_cannot_be_written)
 
 
 def exchanges_of_wrong_shape(rank, world):

@@ -143,6 +143,20 @@ def test_without_known_counts_join_scales_as_torchs(ranks):
     ranks(2, same_as_stock, joined)
 
 
+def joined_with_buffers(wrapper, rank):
+    """In a join torch's buffers follow the highest rank that has data, not rank 0."""
+    norm = torch.nn.BatchNorm1d(3, dtype=torch.float64)
+    model = wrapper(norm)
+    with model.join():
+        for step in range(3 - rank):
+            model(numbers(4 + step + rank, 3)).square().mean().backward()
+    return torch.cat([buffer.flatten().double() for buffer in norm.buffers()])
+
+
+def test_buffers_follow_the_same_rank_in_a_join_as_torchs(ranks):
+    ranks(2, same_as_stock, joined_with_buffers)
+
+
 def out_of_data(rank, world):
     join_group()
     model, plain = paceline.DistributedDataParallel(net()), net()

@@ -272,3 +272,45 @@ def test_a_mistake_is_named_on_every_rank(mistake, message):
     for outcome in run_ranks(2, mistake, check=False):
         assert isinstance(outcome.error, StepError)
         assert message in str(outcome.error)
+
+
+def begins_a_failed_step_again(rank, world):
+    """One rank forgets a backward; the step counts on no rank, and all begin it again."""
+    init_group("paceline")
+    model = network()
+    optimizer = sgd(model)
+    # Otherwise rank 0 may be given all shards of the step that rank 1 makes a mistake in.
+    training = training_of(model, optimizer, steal=False)
+    failures = 0
+    while True:
+        try:
+            for batch in training.batches():
+                for x, y in batch.shards():
+                    loss = F.mse_loss(model(x), y)
+                    if rank == 0 or batch.step != 1 or failures == 2:
+                        loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return failures, training.step, training.digest()
+        except StepError:
+            failures += 1
+
+
+def test_a_step_that_failed_begins_again_on_all_ranks():
+    first, second = run_ranks(2, begins_a_failed_step_again)
+    assert first == second
+    assert first[0] == 2
+    (alone,) = run_ranks(1, trains_without_failure)
+    assert first[1:] == alone
+
+
+def trains_without_failure(rank, world):
+    model = network()
+    optimizer = sgd(model)
+    training = training_of(model, optimizer)
+    for batch in training.batches():
+        for x, y in batch.shards():
+            F.mse_loss(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return training.step, training.digest()

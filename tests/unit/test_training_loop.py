@@ -349,14 +349,17 @@ def test_the_number_of_threads_outside_has_no_influence(monkeypatch):
 
 
 class Dots(nn.Module):
-    """A dot product, which sums in another order at another address."""
+    """Depends on an address, as kernels do that begin at the next cache line: on some processors
+    torch.dot sums in another order then.
+    """
 
     def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(1001, generator=torch.Generator().manual_seed(0)))
 
     def forward(self, x):
-        return torch.stack([torch.dot(row, self.weight) for row in x])
+        head = x.data_ptr() % 64 // x.element_size()
+        return x[:, :head] @ self.weight[:head] + x[:, head:] @ self.weight[head:]
 
 
 def collate_at(offset):
@@ -589,17 +592,14 @@ def test_the_kind_of_optimizer_kernel_is_part_of_the_state():
                     return
         raise AssertionError
 
-    whole, first, second, other = parts(fused=True), parts(fused=True), parts(), parts()
+    whole, first, second = parts(fused=True), parts(fused=True), parts()
     train(*whole, 5)
     train(*first, 2)
     saved = copy.deepcopy(first[2].state_dict())
     second[2].load_state_dict(copy.deepcopy(saved))
     train(*second, 5)
+    assert second[1].param_groups[0]["fused"]
     assert weights(whole[0]) == weights(second[0])
-    saved["optimizers"]["optimizer"]["param_groups"][0]["fused"] = None
-    other[2].load_state_dict(saved)
-    train(*other, 5)
-    assert weights(whole[0]) != weights(other[0])
 
 
 @pytest.mark.parametrize(
@@ -968,6 +968,63 @@ def leave_early(then):
 def test_a_loop_over_the_shards_that_was_left_early(then, what):
     with pytest.raises(StepError, match=re.escape(what) + ".* was left early"):
         leave_early(then)
+
+
+def fails_in_a_shard(model, batch):
+    for number, (x, y) in enumerate(batch.shards()):
+        F.mse_loss(model(x), y).backward()
+        if number == 1:
+            raise KeyError("of the program's own")
+
+
+def forgets_a_backward(model, batch):
+    for number, (x, y) in enumerate(batch.shards()):
+        if number != 1:
+            F.mse_loss(model(x), y).backward()
+
+
+@pytest.mark.parametrize("carries", [False, True])
+@pytest.mark.parametrize("mistake", [fails_in_a_shard, forgets_a_backward])
+def test_after_an_error_in_a_batch_another_loop_begins_it_again(mistake, carries):
+    def train(fails):
+        model, optimizer, training = make(network(nn.BatchNorm1d(5)))
+        steps = 0
+        with contextlib.suppress(KeyError, StepError):
+            for batch in training.batches():
+                if fails and steps == 1:
+                    mistake(model, batch)
+                steps += 1
+                backward(model, batch)
+                if not carries:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        if fails:
+            with pytest.raises(StepError, match=r"optimizer.step\(\).*training.batches\(\)"):
+                optimizer.step()
+            for batch in training.batches():
+                assert batch.number == steps
+                steps += 1
+                backward(model, batch)
+                if not carries:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        assert steps == training.step == 3
+        optimizer.step()
+        return weights(model)
+
+    assert train(fails=True) == train(fails=False)
+
+
+def test_after_an_error_in_a_batch_a_state_can_be_loaded():
+    model, optimizer, training = make()
+    before = weights(model)
+    state = copy.deepcopy(training.state_dict())
+    with contextlib.suppress(KeyError):
+        for batch in training.batches():
+            step(model, batch, optimizer) if batch.number == 0 else fails_in_a_shard(model, batch)
+    training.load_state_dict(state)
+    assert training.step == 0
+    assert weights(model) == before
 
 
 def test_metrics_and_logs_in_the_wrong_place():

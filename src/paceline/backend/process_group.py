@@ -42,6 +42,7 @@ from paceline.backend.tensor_layout import (
     Finish,
     TensorLists,
     all_tensors,
+    check_non_empty,
     check_same_dtype,
     contiguous,
     copy_back,
@@ -59,7 +60,7 @@ from paceline.backend.tensor_lists import (
     copy_to_all,
     is_several,
 )
-from paceline.backend.work import Completer, DoneWork, PendingWork, timeout_to_ns
+from paceline.backend.work import CallResult, Completer, DoneWork, PendingWork, timeout_to_ns
 from paceline.core.abi import ANY_SOURCE
 from paceline.core.dtypes import Op
 from paceline.errors import ConfigError
@@ -329,6 +330,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], opts: TorchOptions = None) -> Work:
         """One call for many tensors of one dtype, through a flat copy."""
+        check_non_empty("all_reduce_coalesced", tensors)
         if not tensors[0].is_cpu:
             coalesced = torch_options(dist.AllreduceCoalescedOptions(), opts)
             return self._delegate(tensors[0], "allreduce_coalesced", tensors, coalesced)
@@ -361,6 +363,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         if not tensor.is_cpu:
             reduce_options = torch_options(dist.ReduceOptions(), opts, op=op, root=root)
             return self._delegate(tensor, "reduce", [tensor], reduce_options)
+        self._check_root_tensor("reduce", opts, 1)
         options = self._options(opts, op=op, root=root, rooted="reduce")
         flat, reduction, finish = lay_out_reduced(tensor, options.reduction)
         ticket = self._engine.reduce(
@@ -439,9 +442,10 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             )
             given = tensors if several else [tensor]
             return self._delegate(tensor, "broadcast", given, broadcast_options)
+        index = self._check_root_tensor("broadcast", opts, len(tensors) if several else 1)
         if several:
             check_alike("broadcast", tensors)
-            tensor = self._root_tensor(tensors, opts)
+            tensor = tensors[index]
         options = self._options(opts, root=root, timeout=timeout, rooted="broadcast")
         is_root = self.rank() == options.root
         flat, finish = lay_out(tensor, read=is_root)
@@ -453,14 +457,15 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             return self._work(ticket, tensors, run_each([received, copy_to_all(tensors, tensor)]))
         return self._work(ticket, [tensor], received)
 
-    def _root_tensor(self, tensors: list[torch.Tensor], opts: TorchOptions) -> torch.Tensor:
-        index = getattr(opts, "rootTensor", 0)
-        if not 0 <= index < len(tensors):
+    def _check_root_tensor(self, call: str, opts: TorchOptions, count: int) -> int:
+        """Which of the root's tensors a call is about."""
+        index: int = getattr(opts, "rootTensor", 0)
+        if not 0 <= index < count:
             raise ConfigError(
-                f"rank {self.rank()}: broadcast: invalid root tensor: {index}; this process gave "
-                f"{len(tensors)} tensors"
+                f"rank {self.rank()}: {call}: invalid root tensor: {index}; this process gave "
+                f"{count} {'tensor' if count == 1 else 'tensors'}"
             )
-        return tensors[index]
+        return index
 
     def allgather(
         self,
@@ -512,7 +517,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
             for outputs in output_lists
             for output, tensor in zip(outputs, gathered, strict=True)
         ]
-        return self._work(ticket, outputs, run_each(copies))
+        return self._work(ticket, output_lists, run_each(copies))
 
     def all_gather_single(
         self,
@@ -626,6 +631,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         input_tensors: list[torch.Tensor],
         opts: TorchOptions = None,
     ) -> Work:
+        check_non_empty("all_to_all", input_tensors)
         first = input_tensors[0]
         if not first.is_cpu:
             all_options = torch_options(dist.AllToAllOptions(), opts)
@@ -745,7 +751,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         return options
 
     def _work(
-        self, ticket: Ticket | None, result: list[torch.Tensor], finish: Finish | None = None
+        self, ticket: Ticket | None, result: CallResult, finish: Finish | None = None
     ) -> Work:
         if ticket is None:
             if finish is not None:

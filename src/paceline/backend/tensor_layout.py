@@ -19,6 +19,7 @@ __all__ = [
     "Finish",
     "TensorLists",
     "all_tensors",
+    "check_non_empty",
     "check_same_dtype",
     "contiguous",
     "copy_back",
@@ -48,10 +49,23 @@ def lay_out(tensor: torch.Tensor, *, read: bool = True) -> tuple[torch.Tensor, F
         raise ConfigError("only all_reduce takes sparse tensors; give tensor.to_dense()")
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor, None
+    _check_writable(tensor)
     flat = contiguous(tensor) if read else torch.empty(tensor.shape, dtype=tensor.dtype)
     if flat.data_ptr() == tensor.data_ptr() and read:
         flat = flat.clone()
     return flat, copy_back(tensor, flat)
+
+
+def _check_writable(tensor: torch.Tensor) -> None:
+    """Raise if elements of an expanded tensor share memory: a result could not be written."""
+    if any(
+        size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    ):
+        raise ConfigError(
+            f"elements of a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
+            "share memory (expand() makes such tensors), so that no result can be written to it; "
+            "give tensor.clone()"
+        )
 
 
 def lay_out_reduced(
@@ -75,7 +89,8 @@ def copy_back(tensor: torch.Tensor, flat: torch.Tensor) -> Finish:
     """What writes a result to the tensor it is for."""
 
     def copy() -> None:
-        with torch.no_grad():
+        # A future's result is written by a thread that knows nothing of the caller's mode.
+        with torch.inference_mode() if tensor.is_inference() else torch.no_grad():
             tensor.copy_(flat)
 
     return copy
@@ -108,6 +123,11 @@ def single_tensor(tensors: TensorLists) -> torch.Tensor:
     """A tensor, given as such or as a list of one."""
     tensor: torch.Tensor = tensors if isinstance(tensors, torch.Tensor) else single(tensors)
     return tensor
+
+
+def check_non_empty(call: str, tensors: Sequence[torch.Tensor]) -> None:
+    if not tensors:
+        raise ConfigError(f"{call}: expected a non-empty list of tensors")
 
 
 def flat_list(tensors: TensorLists) -> Sequence[torch.Tensor]:

@@ -7,7 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -16,7 +16,10 @@ from paceline._torch_internals import Work, methods_not_compiled
 from paceline.backend.engine import Ticket
 from paceline.errors import CollectiveTimeout
 
-__all__ = ["Completer", "DoneWork", "PendingWork", "timeout_to_ns"]
+__all__ = ["CallResult", "Completer", "DoneWork", "PendingWork", "timeout_to_ns"]
+
+# The tensors a call wrote to; a list of lists for a gather of several tensors per process.
+CallResult: TypeAlias = Any
 
 _MAX_KEPT_WORKS = 1024
 _SMALL_NUMEL = 4096
@@ -34,7 +37,7 @@ def timeout_to_ns(timeout: timedelta | None) -> int:
 class DoneWork(Work):
     """A call that has succeeded."""
 
-    def __init__(self, result: list[torch.Tensor]) -> None:
+    def __init__(self, result: CallResult) -> None:
         super().__init__()
         self._result = result
 
@@ -52,7 +55,7 @@ class DoneWork(Work):
 
     def synchronize(self) -> None: ...
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> CallResult:
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -70,7 +73,7 @@ class PendingWork(NotifiesOnDrop, Work):
     def __init__(
         self,
         ticket: Ticket,
-        result: list[torch.Tensor],
+        result: CallResult,
         completer: Completer,
         finish: Callable[[], None] | None = None,
     ) -> None:
@@ -106,7 +109,7 @@ class PendingWork(NotifiesOnDrop, Work):
     def exception(self) -> BaseException | None:
         return self._error if self.is_completed() else None
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> CallResult:
         return self._result
 
     def source_rank(self) -> int:
@@ -130,7 +133,8 @@ class PendingWork(NotifiesOnDrop, Work):
         # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without
         # its Python half it would wait for ever. So the object lives on for a while; large tensors
         # do not.
-        if sum(tensor.numel() for tensor in self._result) > _SMALL_NUMEL:
+        lists = (entry if isinstance(entry, list) else (entry,) for entry in self._result)
+        if sum(tensor.numel() for tensors in lists for tensor in tensors) > _SMALL_NUMEL:
             self._result = []
         self._completer.keep(self)
 
@@ -146,11 +150,18 @@ class PendingWork(NotifiesOnDrop, Work):
             error = failure
         with self._lock:
             if not self._ended:
-                if error is None and self._finish is not None:
-                    self._finish()
-                self._error = error
+                self._error = error or self._finishing_error()
                 self._ended = True
         return True
+
+    def _finishing_error(self) -> Exception | None:
+        """Run `finish`. An error must not end the thread that completes futures."""
+        try:
+            if self._finish is not None:
+                self._finish()
+        except Exception as failure:
+            return failure
+        return None
 
     def complete(self) -> None:
         """Wait, then set the future's result. Runs on the completer's thread."""

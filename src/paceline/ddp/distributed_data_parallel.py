@@ -1041,13 +1041,14 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
         return self.will_sync_module_buffers() and (hook is None or not hook.after_forward)
 
     def _sync_buffers(self, signals: Sequence[Signal]) -> None:
-        """Buffers follow the lowest rank that has data."""
+        """Buffers follow a rank that has data: the lowest, in a join the highest, as torch's."""
         buffers = self._named_buffers()
         self.modules_buffers = list(buffers.values())
         if self._buffer_hook is not None:
             self._run_buffer_hook(self._buffer_hook)
             return
-        source = next(rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER)
+        active = [rank for rank, signal in enumerate(signals) if signal.call is not Call.ANSWER]
+        source = max(active) if self._join_config.enable else min(active)
         sync_buffers(self.process_group, buffers, source)
 
     def _run_buffer_hook(self, hook: BufferHook) -> None:

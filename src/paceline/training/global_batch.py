@@ -186,10 +186,26 @@ class GlobalBatch:
         if self._state is _State.LEFT_EARLY:
             raise StepError(
                 f"{what}, but the loop over batch.shards() of step {self.step} was left early, so "
-                "that the gradient of the global batch is not complete. Let it run to its end"
+                "that the gradient of the global batch is not complete. Let it run to its end. "
+                "After an error in it, a single rank may begin the step again with another loop "
+                "over training.batches(); of several ranks, the others wait for this one's shards"
             )
         if self._state is _State.FAILED:
-            raise StepError(f"{what}, but step {self.step} has failed")
+            raise StepError(
+                f"{what}, but step {self.step} has failed. Another loop over training.batches(), "
+                "on every rank, begins it again"
+            )
+
+    def abandon(self, *, ranks: int) -> None:
+        """The loop over the batches was left amid this one: undo it, if no other rank waits for its
+        shards, so that it can begin again.
+        """
+        if ranks > 1 and self._state is not _State.FAILED:
+            return
+        if self._pass is not None:
+            self._pass.abandon()
+            self._pass = None
+        self._state = _State.NOT_BEGUN
 
     def close(self) -> None:
         """At the end of the loop's body."""

@@ -140,6 +140,11 @@ class ShardPass:
         self._gradients.clear()
         self._buffers.put_back()
 
+    def abandon(self) -> None:
+        """Leave gradients and buffers as they were before the pass."""
+        self._buffers.put_back()
+        self._gradients.put_back()
+
     def complete(
         self, pace: Pace, failure: StepError | None = None
     ) -> PassResult | Sequence[Shard]:

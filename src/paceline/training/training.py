@@ -252,9 +252,14 @@ class Training:
         While this loop runs, Python's, numpy's and torch's random number generators are seeded for
         every step and shard, and torch has `threads` threads; afterwards both are as before.
 
+        If the loop before was left by an error inside a batch, it begins with that batch again,
+        with gradients and buffers as they were before it: on a single rank, or if all ranks heard
+        of the error.
+
         Raises:
             StepError: the loop over a batch's shards was left early.
         """
+        self._abandon_left_batch()
         self._check_not_in_shards("training.batches() was called")
         if self._epoch_done:
             self._begin_next_epoch()
@@ -318,6 +323,13 @@ class Training:
             self._inputs = None
         if self._batch is not None:
             self._batch.release_inputs()
+            if not self._batch.is_open:
+                self._batch = None
+
+    def _abandon_left_batch(self) -> None:
+        """A loop over the batches that is over has no inputs any more."""
+        if self._batch is not None and self._inputs is None:
+            self._batch.abandon(ranks=self._exchange.size)
             if not self._batch.is_open:
                 self._batch = None
 
@@ -474,6 +486,7 @@ class Training:
             ConfigError: the state is of other data, another order, or another way of training.
             StepError: this is inside the loop over `batch.shards()`.
         """
+        self._abandon_left_batch()
         self._check_not_in_shards("training.load_state_dict() was called")
         if self._batch is not None:
             raise ConfigError(
