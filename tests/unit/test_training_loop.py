@@ -384,12 +384,19 @@ def dots_digest(offset):
     return exact_models.digest(model, optimizer, metrics)
 
 
+def dots_depend_on_the_address():
+    generator = torch.Generator().manual_seed(1)
+    one, other = torch.randn(2, 1001, generator=generator)
+    moved = torch.empty(1002)[1:].copy_(one)
+    return torch.dot(one, other).item() != torch.dot(moved, other).item()
+
+
 def test_where_inputs_lie_in_memory_has_no_influence(monkeypatch):
     expected = dots_digest(0)
     assert dots_digest(1) == expected
-    # The rule is needed.
+    # The rule is needed where torch sums in another order at another address; 2.14 does not.
     monkeypatch.setattr("paceline.training.shard_inputs.align_inputs", lambda inputs: inputs)
-    assert dots_digest(1) != expected
+    assert (dots_digest(1) != expected) == dots_depend_on_the_address()
 
 
 def test_parameters_are_moved_to_multiples_of_64_bytes():
@@ -589,17 +596,14 @@ def test_the_kind_of_optimizer_kernel_is_part_of_the_state():
                     return
         raise AssertionError
 
-    whole, first, second, other = parts(fused=True), parts(fused=True), parts(), parts()
+    whole, first, second = parts(fused=True), parts(fused=True), parts()
     train(*whole, 5)
     train(*first, 2)
     saved = copy.deepcopy(first[2].state_dict())
     second[2].load_state_dict(copy.deepcopy(saved))
     train(*second, 5)
     assert weights(whole[0]) == weights(second[0])
-    saved["optimizers"]["optimizer"]["param_groups"][0]["fused"] = None
-    other[2].load_state_dict(saved)
-    train(*other, 5)
-    assert weights(whole[0]) != weights(other[0])
+    assert second[1].param_groups[0]["fused"] is True
 
 
 @pytest.mark.parametrize(
