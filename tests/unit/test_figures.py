@@ -79,3 +79,15 @@ def test_measuring_runs_the_command_and_keeps_its_file(monkeypatch, tmp_path):
     assert shlex.join(["paceline", *words[3:-2]]) == figures.MEASUREMENTS["ddp"]
     assert words[-2:] == ["--json", str(file)]
     assert pathlib.Path(file).parent.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "is_even"), [(0.9, 1.1, True), (1.02, 1.1, False), (0.7, 0.98, False)]
+)
+def test_steps_are_even_where_rounds_contradict_each_other(low, high, is_even):
+    assert figures._Step(1.0, 1.0, "default", low, high).is_even is is_even
+
+
+def test_columns_of_numbers_are_on_the_right_and_others_on_the_left():
+    table = figures._table(("model", "time", "with"), [("a", "3 ms", "`x`"), ("b", "", "`y`")])
+    assert table.splitlines()[1] == "| --- | ---: | --- |"
