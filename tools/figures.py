@@ -6,12 +6,14 @@ plot that is made from it.
     python -m tools.figures --measure ddp launch  measure these again, then write
 
 A table stands in README.md or a page of the manual between `<!-- figures: NAME -->` and `<!-- end
-of figures -->`. Whatever is between the two is written by this program.
+of figures -->`. Whatever is between the two is written by this program, as soon as the file is
+there that it is made from.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -90,7 +92,7 @@ class Result:
 @functools.cache
 def result(name: str) -> Result:
     """The figures of that name."""
-    written = json.loads((RESULTS / f"{name}.json").read_text())
+    written = json.loads(_file(name).read_text())
     return Result(written["command"], written["machine"], written["figures"])
 
 
@@ -341,6 +343,7 @@ def sources() -> str:
     rows = [
         (f"`{name}.json`", f"`{result(name).command}`", *_facts(result(name)))
         for name in MEASUREMENTS
+        if _file(name).exists()
     ]
     return _table(("file", "command", "processor", "torch", "Paceline", "measured"), rows)
 
@@ -514,17 +517,31 @@ def names_in(text: str) -> list[str]:
 
 
 def updated(text: str) -> str:
-    """The page with its tables made anew."""
-    return _BLOCK.sub(
-        lambda match: f"{match['begin']}\n{TABLES[match['name']]()}\n{match['end']}", text
-    )
+    """The page with its tables made anew; one that was not measured yet stays what it is."""
+
+    def made(match: re.Match[str]) -> str:
+        try:
+            return f"{match['begin']}\n{TABLES[match['name']]()}\n{match['end']}"
+        except FileNotFoundError:
+            return match[0]
+
+    return _BLOCK.sub(made, text)
+
+
+def missing() -> list[str]:
+    """What was not measured yet."""
+    return [name for name in MEASUREMENTS if not _file(name).exists()]
+
+
+def _file(name: str) -> pathlib.Path:
+    return RESULTS / f"{name}.json"
 
 
 def measure(name: str) -> None:
     """Run the benchmark and keep what it writes."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     words = shlex.split(MEASUREMENTS[name])[1:]
-    command = [sys.executable, "-m", "paceline", *words, "--json", str(RESULTS / f"{name}.json")]
+    command = [sys.executable, "-m", "paceline", *words, "--json", str(_file(name))]
     subprocess.run(command, check=True)
 
 
@@ -544,7 +561,10 @@ def main() -> None:
     for page in pages():
         page.write_text(updated(page.read_text()))
     for name, plot in PLOTS.items():
-        (IMAGES / name).write_text(plot().svg())
+        with contextlib.suppress(FileNotFoundError):
+            (IMAGES / name).write_text(plot().svg())
+    if missing():
+        sys.stderr.write(f"not measured yet: {', '.join(missing())}\n")
 
 
 if __name__ == "__main__":
