@@ -240,6 +240,7 @@ class _Adversary:
         self._patience_s = patience_s
         self._least_left = least_left  # ranks that can go on after a fault
         self._strikes: list[_Strike] = []
+        self._struck_pids: set[int] = set()
         self._generations = 0
         self._times_all_lost = 0
 
@@ -307,7 +308,14 @@ class _Adversary:
         """Whether as many ranks as wanted can go on after one more fault."""
         if not self._least_left:
             return True
-        return not self._is_recovering and len(_ranks_with_state(page)) > self._least_left
+        return not self._is_recovering and len(self._unharmed_pids(page)) > self._least_left
+
+    def _unharmed_pids(self, page: JobPage) -> list[int]:
+        """Ranks that train: neither newcomers, nor ranks that leave or will soon be gone."""
+        published, trained = page.latest_published(), _ranks_with_state(page)
+        members = published[-1].generation.members if published else ()
+        pids = [page.pid_in(member.slot) for member in members if member.slot in trained]
+        return [pid for pid in pids if pid is not None and pid not in self._struck_pids]
 
     def _strike(self, fault: PlannedFault, page: JobPage) -> None:
         kind = fault.kind
@@ -321,10 +329,14 @@ class _Adversary:
                 send_scale_request(page, low + int(fault.choice * (high - low + 1)))
         else:
             pids = [pid for slot in range(page.max_ranks) if (pid := page.pid_in(slot)) is not None]
+            if self._least_left:
+                pids = self._unharmed_pids(page)
             if not pids:
                 return
+            struck = pids[int(fault.choice * len(pids))]
+            self._struck_pids.add(struck)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[int(fault.choice * len(pids))], _SIGNALS[kind])
+                os.kill(struck, _SIGNALS[kind])
         self._strikes.append(_Strike(kind, _step_of(page), time.monotonic()))
 
     def table(self) -> str:
