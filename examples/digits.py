@@ -65,9 +65,12 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
     model = paceline.DistributedDataParallel(network())
     optimizer = torch.optim.Adam(model.parameters(), lr=options.lr)
     steps = options.epochs * len(loader)
-    start = time.perf_counter()
+    samples, start = 0, time.perf_counter()
     with Progress(steps, terminal=terminal, enabled=paceline.is_main()) as progress:
-        for _ in range(options.epochs):
+        for epoch in range(options.epochs):
+            if epoch == 1:  # the first one warms up
+                samples, start = 0, time.perf_counter()
+            samples += len(training)
             for x, y in loader:
                 optimizer.zero_grad()
                 loss = nn.functional.cross_entropy(model(x), y)
@@ -75,7 +78,7 @@ def train(options: argparse.Namespace, terminal: str | None = None) -> dict[str,
                 optimizer.step()
                 progress.step(loss.item(), len(x) * paceline.world_size(), model.last_sync_seconds)
         share = progress.sync_share
-    speed = options.epochs * len(training) / (time.perf_counter() - start)
+    speed = samples / (time.perf_counter() - start)
     accuracy = evaluate(model.module, test)
     paceline.destroy_process_group()
     return {"accuracy": accuracy, "samples_per_second": speed, "sync_share": share}

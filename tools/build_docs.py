@@ -3,7 +3,7 @@
     python tools/build_docs.py              # everything
     python tools/build_docs.py --reference  # write docs/reference/cli.md anew
 
-Beside each page of HTML stands its text (`ddp/index.html`, `ddp.md`), and `llms.txt` lists them: a
+Beside each page of HTML stands its text (`ddp.html`, `ddp.md`), and `llms.txt` lists them: a
 program that reads documentation needs no layout.
 """
 

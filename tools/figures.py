@@ -6,12 +6,14 @@ plot that is made from it.
     python -m tools.figures --measure ddp launch  measure these again, then write
 
 A table stands in README.md or a page of the manual between `<!-- figures: NAME -->` and `<!-- end
-of figures -->`. Whatever is between the two is written by this program.
+of figures -->`. Whatever is between the two is written by this program, as soon as the file is
+there that it is made from.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import json
@@ -29,13 +31,20 @@ ROOT = pathlib.Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 IMAGES = ROOT / "docs" / "images"
 
-# Result -> what it is measured with. All of them together take about seven minutes.
+# Result -> what it is measured with, each in less than four minutes. Those between hosts need root.
 MEASUREMENTS: dict[str, str] = {
     "collectives": "paceline bench collectives",
-    "ddp": "paceline bench ddp --rounds 4",
+    "collectives-hosts": "paceline bench collectives --max-bytes 67108864 --hosts 2x2",
+    "collectives-hosts-1gbit": (
+        "paceline bench collectives --max-bytes 67108864 --hosts 2x2 --link 1gbit"
+    ),
+    "ddp": "paceline bench ddp --rounds 20",
+    "ddp-hosts": "paceline bench ddp --hosts 2x2 --link 1gbit",
+    "dp": "paceline bench dp --rounds 8",
     "elastic": "paceline bench elastic --steps 100 --rounds 1 --kills 5",
     "launch": "paceline bench launch --repeats 2",
     "observe": "paceline bench observe --rounds 150",
+    "optim": "paceline bench optim --rounds 9",
     "sampler": "paceline bench sampler --rounds 1",
     "training": "paceline bench training --rounds 2 --shards-per-rank 1,4",
 }
@@ -46,6 +55,15 @@ _MODELS = {
     "mlp-17m": "MLP of 17 million parameters",
     "transformer": "transformer, 6 layers",
     "lstm": "LSTM, 2 layers",
+}
+_WAYS = {  # of `paceline bench optim`, by what the manual calls them
+    "forward and backward alone": "forward and backward alone",
+    "torch, default": "torch, default",
+    "torch, fused": "torch, fused",
+    "paceline + torch fused": "ours + torch fused",
+    "paceline.optim": "`shared=False`",
+    "paceline.optim, shared": "`shared=True`",
+    "one pass": "`one_pass=True`",
 }
 _BLOCK = re.compile(
     r"(?P<begin><!-- figures: (?P<name>[\w-]+) -->\n).*?(?P<end><!-- end of figures -->)",
@@ -74,7 +92,7 @@ class Result:
 @functools.cache
 def result(name: str) -> Result:
     """The figures of that name."""
-    written = json.loads((RESULTS / f"{name}.json").read_text())
+    written = json.loads(_file(name).read_text())
     return Result(written["command"], written["machine"], written["figures"])
 
 
@@ -85,7 +103,7 @@ def readme() -> str:
     """The table of README.md: stock PyTorch, Paceline, and the command that measures both."""
     rows = [*_all_reduce_rows(), *_step_rows(), *_other_rows()]
     columns = ("", "stock PyTorch", "Paceline", "times as good", "repeat with")
-    return _table(columns, rows) + f"\n{_machine(result('ddp'))}\n"
+    return _table(columns, rows) + f"\n{_conditions(result('ddp'))}\n"
 
 
 def _all_reduce_rows() -> Iterable[Sequence[str]]:
@@ -97,8 +115,10 @@ def _all_reduce_rows() -> Iterable[Sequence[str]]:
 
 
 def _step_rows() -> Iterable[Sequence[str]]:
-    for name, (ours, stock, _) in _ddp_steps().items():
-        yield _comparison(f"training step, {_MODELS[name]}", stock, ours, _time, "ddp")
+    for name, step in _ddp_steps().items():
+        what = f"training step, {_MODELS[name]}"
+        *cells, ratio, command = _comparison(what, step.stock, step.ours, _time, "ddp")
+        yield *cells, f"{ratio} (even)" if step.is_even else ratio, command
 
 
 def _other_rows() -> Iterable[Sequence[str]]:
@@ -141,16 +161,101 @@ def ddp() -> str:
     rows = [
         (
             _MODELS[name],
-            _time(stock),
-            setting,
-            _time(ours),
-            _ratio(stock / ours),
-            f"{ours * 1e6 / measured[name]['microseconds']['plain']:.2f}",
+            _time(step.stock),
+            step.setting,
+            _time(step.ours),
+            _ratio(step.stock / step.ours),
+            f"{step.low:.2f} to {step.high:.2f}",
+            f"{step.ours * 1e6 / measured[name]['microseconds']['plain']:.2f}",
         )
-        for name, (ours, stock, setting) in _ddp_steps().items()
+        for name, step in _ddp_steps().items()
     ]
     columns = ("model", "torch, best setting", "which is", "Paceline", "times as fast")
-    return _page_table("ddp", (*columns, "over a step without exchange"), rows)
+    return _page_table(
+        "ddp", (*columns, "half of the rounds", "over a step without exchange"), rows
+    )
+
+
+def dp() -> str:
+    """Training steps of DataParallel."""
+    rows = []
+    for name, times in result("dp").figures.items():
+        shown = [_time(times[way] / 1e6) for way in ("ideal", "bare", "ddp", "paceline")]
+        ratios = [_ratio(times[way] / times["paceline"]) for way in ("ideal", "bare", "ddp")]
+        rows.append((_MODELS[name], *shown, *ratios))
+    columns = ("model", "ideal", "bare", "our DDP", "`DataParallel`")
+    return _page_table("dp", (*columns, "to the ideal", "to bare", "to our DDP"), rows)
+
+
+def optim_alone() -> str:
+    """An optimizer's step in one process."""
+    rows = [
+        (_MODELS[name], *(_time(us / 1e6) for us in times.values()))
+        for name, times in result("optim").figures["one_process_us"].items()
+    ]
+    return _page_table("optim", ("model", "torch's loop", "`fused=True`", "`paceline.optim`"), rows)
+
+
+def optim_steps() -> str:
+    """Whole training steps, by optimizer."""
+    rows = [
+        (f"{_MODELS[name]}, {optimizer}", *(_time(times[way] / 1e6) for way in _WAYS))
+        for name, measured in result("optim").figures["step_us"].items()
+        for optimizer, times in measured.items()
+    ]
+    return _page_table("optim", ("", *_WAYS.values()), rows)
+
+
+def optim_memory() -> str:
+    """What training adds to the memory of all ranks together."""
+    figures = result("optim").figures
+    rows = [
+        (
+            ranks,
+            *(_mib(amount) for amount in used.values()),
+            _mib(figures["least_memory_mib"][ranks]),
+        )
+        for ranks, used in figures["memory_mib"].items()
+    ]
+    ways = [_WAYS[way] for way in next(iter(figures["memory_mib"].values()))]
+    return _page_table("optim", ("ranks", *ways, "at least"), rows)
+
+
+def collectives_hosts() -> str:
+    """All-reduces between simulated hosts, over a link of 1 Gbit/s and without a limit."""
+    limited = _all_reduce_times("collectives-hosts-1gbit", "p50_s")
+    free = _all_reduce_times("collectives-hosts", "p50_s")
+    rows = []
+    for nbytes, row in limited.items():
+        cells = [_size(nbytes)]
+        for times in (row, free[nbytes]):
+            # Short messages are not rounded: theirs is the same call.
+            for way in ("paceline", "bfloat16") if nbytes > 64 << 10 else ("paceline", None):
+                cells += (
+                    ["", ""]
+                    if way is None
+                    else [_time(times[way]), _ratio(times["gloo"] / times[way])]
+                )
+        rows.append(cells)
+    columns = ("message", "1 Gbit/s", "x Gloo", "bfloat16", "x Gloo")
+    columns += ("no limit", "x Gloo", "bfloat16", "x Gloo")
+    sources_of_both = [result(name) for name in ("collectives-hosts-1gbit", "collectives-hosts")]
+    return _table(columns, rows) + "\n" + "\n".join(each.source for each in sources_of_both) + "\n"
+
+
+def ddp_hosts() -> str:
+    """A training step between simulated hosts."""
+    times = result("ddp-hosts").figures["milliseconds"]["mlp-17m"]
+    stock = min(ms for way, ms in times.items() if way.startswith("torch"))
+    rows = [
+        ("torch's class on Gloo", _time(stock / 1e3), ""),
+        *(
+            (shown, _time(times[way] / 1e3), _ratio(stock / times[way]))
+            for way, shown in (("paceline", "Paceline"), ("bfloat16", "Paceline, bfloat16"))
+        ),
+        ("without any exchange", _time(times["plain"] / 1e3), ""),
+    ]
+    return _page_table("ddp-hosts", ("", "step", "times as fast"), rows)
 
 
 def sampler() -> str:
@@ -238,6 +343,7 @@ def sources() -> str:
     rows = [
         (f"`{name}.json`", f"`{result(name).command}`", *_facts(result(name)))
         for name in MEASUREMENTS
+        if _file(name).exists()
     ]
     return _table(("file", "command", "processor", "torch", "Paceline", "measured"), rows)
 
@@ -255,7 +361,13 @@ def _facts(found: Result) -> Sequence[str]:
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "collectives": collectives,
+    "collectives-hosts": collectives_hosts,
     "ddp": ddp,
+    "ddp-hosts": ddp_hosts,
+    "dp": dp,
+    "optim-alone": optim_alone,
+    "optim-steps": optim_steps,
+    "optim-memory": optim_memory,
     "sampler": sampler,
     "training": training,
     "elastic": elastic,
@@ -265,23 +377,43 @@ TABLES: dict[str, Callable[[], str]] = {
 }
 
 
-def _all_reduce_times() -> dict[int, dict[str, float]]:
-    """The best time in seconds, by bytes and contestant."""
+def _all_reduce_times(
+    name: str = "collectives", which: str = "min_s"
+) -> dict[int, dict[str, float]]:
+    """The time in seconds, by bytes and contestant: of the quickest call, or another of them."""
     times: dict[int, dict[str, float]] = {}
-    for entry in result("collectives").figures["times"]:
-        times.setdefault(entry["bytes"], {})[entry["contestant"]] = entry["min_s"]
+    for entry in result(name).figures["times"]:
+        times.setdefault(entry["bytes"], {})[entry["contestant"]] = entry[which]
     return times
 
 
-def _ddp_steps() -> dict[str, tuple[float, float, str]]:
-    """Model -> seconds of ours, seconds of torch's class at its best setting, that setting."""
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """Seconds of a step of ours and of torch's class at its best setting; and between which ratios
+    of the two half of the rounds were.
+    """
+
+    ours: float
+    stock: float
+    setting: str
+    low: float
+    high: float
+
+    @property
+    def is_even(self) -> bool:
+        """Whether rounds contradict each other about who is faster."""
+        return self.low <= 1 <= self.high
+
+
+def _ddp_steps() -> dict[str, _Step]:
     steps = {}
     for name, measured in result("ddp").figures["models"].items():
         times = measured["microseconds"]
         stock = {variant: us for variant, us in times.items() if variant.startswith("torch")}
         best = min(stock, key=lambda variant: stock[variant])
         setting = best.removeprefix("torch (").removesuffix(")")
-        steps[name] = times["paceline"] / 1e6, stock[best] / 1e6, setting
+        low, _, high = measured["over_paceline"][best]
+        steps[name] = _Step(times["paceline"] / 1e6, stock[best] / 1e6, setting, low, high)
     return steps
 
 
@@ -290,15 +422,25 @@ def _page_table(name: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [columns, ["---", *["---:"] * (len(columns) - 1)], *rows]
+    rows = list(rows)
+    sides = [
+        "---:" if _has_numbers([row[at] for row in rows]) else "---" for at in range(len(columns))
+    ]
+    lines = [columns, sides, *rows]
     return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
 
 
-def _machine(found: Result) -> str:
-    machine = found.machine
+def _has_numbers(cells: Sequence[str]) -> bool:
+    return all(not cell or cell[0].isdigit() or cell[0] in "+-" for cell in cells)
+
+
+def _conditions(steps: Result) -> str:
+    machine = steps.machine
     return (
         f"Two ranks with one thread each on {machine['cpu']}, {machine['cores']} cores, torch "
-        f"{machine['torch']}, best of a few rounds, taken in turn."
+        f"{machine['torch']}; both sides in turn. Steps are medians of {steps.figures['rounds']} "
+        "rounds, with torch's class at the best of four settings; *even*: some rounds say that it "
+        "is faster, some that ours is. The other times are the best of all calls."
     )
 
 
@@ -350,7 +492,7 @@ def all_reduce_plot() -> Chart:
 
 def steps_plot() -> BarChart:
     """Training steps against torch's class."""
-    bars = {_MODELS[name]: stock / ours for name, (ours, stock, _) in _ddp_steps().items()}
+    bars = {_MODELS[name]: step.stock / step.ours for name, step in _ddp_steps().items()}
     return BarChart("A training step: times as fast as torch's class at its best setting", bars, 1)
 
 
@@ -375,17 +517,31 @@ def names_in(text: str) -> list[str]:
 
 
 def updated(text: str) -> str:
-    """The page with its tables made anew."""
-    return _BLOCK.sub(
-        lambda match: f"{match['begin']}\n{TABLES[match['name']]()}\n{match['end']}", text
-    )
+    """The page with its tables made anew; one that was not measured yet stays what it is."""
+
+    def made(match: re.Match[str]) -> str:
+        try:
+            return f"{match['begin']}\n{TABLES[match['name']]()}\n{match['end']}"
+        except FileNotFoundError:
+            return match[0]
+
+    return _BLOCK.sub(made, text)
+
+
+def missing() -> list[str]:
+    """What was not measured yet."""
+    return [name for name in MEASUREMENTS if not _file(name).exists()]
+
+
+def _file(name: str) -> pathlib.Path:
+    return RESULTS / f"{name}.json"
 
 
 def measure(name: str) -> None:
     """Run the benchmark and keep what it writes."""
     RESULTS.mkdir(parents=True, exist_ok=True)
     words = shlex.split(MEASUREMENTS[name])[1:]
-    command = [sys.executable, "-m", "paceline", *words, "--json", str(RESULTS / f"{name}.json")]
+    command = [sys.executable, "-m", "paceline", *words, "--json", str(_file(name))]
     subprocess.run(command, check=True)
 
 
@@ -405,7 +561,10 @@ def main() -> None:
     for page in pages():
         page.write_text(updated(page.read_text()))
     for name, plot in PLOTS.items():
-        (IMAGES / name).write_text(plot().svg())
+        with contextlib.suppress(FileNotFoundError):
+            (IMAGES / name).write_text(plot().svg())
+    if missing():
+        sys.stderr.write(f"not measured yet: {', '.join(missing())}\n")
 
 
 if __name__ == "__main__":

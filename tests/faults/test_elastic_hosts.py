@@ -290,10 +290,15 @@ def test_a_host_joins_a_running_job_and_leaves_it(job, undisturbed):
             job.wait_for_step(2, 21)
             job.want(2, (25,))
             other.process.send_signal(signal.SIGTERM)
-            assert "stopped by SIGTERM: all ranks exited with status 0" in end(other)
+            left = end(other)
+            assert "stopped by SIGTERM: all ranks exited with status 0" in left
+            assert "steps on 2 ranks of this host\n" in left
         said = end(first)
     assert re.search(r"host 1 \(.*\) joins the job", said)
     assert re.search(r"host 1 \(.*\) leaves the job", said)
+    # The card of the first host is of all ranks.
+    assert re.search(r"finished after \d+ steps on 4 ranks\n", said)
+    assert "; 0 ranks lost, 2 joined\n" in said
     assert set(job.digests().values()) == {undisturbed}
 
 

@@ -97,9 +97,15 @@ def _belongs_to_another_program(item: str) -> bool:
 
 
 def _uses(process: pathlib.Path, path: str) -> bool:
-    """Whether a process, by its directory in /proc, has a file open or mapped."""
+    """Whether a process, by its directory in /proc, has a file open or mapped.
+
+    By the file's number and not by its name: the C library makes a semaphore under another name and
+    renames it, and its maker's maps go on to show the first one.
+    """
     with contextlib.suppress(OSError):
-        if path in (process / "maps").read_text():
+        found = os.stat(path)
+        device = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}"
+        if f" {device} {found.st_ino} " in (process / "maps").read_text():
             return True
         with os.scandir(process / "fd") as descriptors:
             return any(os.readlink(entry.path) == path for entry in descriptors)

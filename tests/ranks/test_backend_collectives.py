@@ -22,6 +22,7 @@ import torch
 import paceline
 from paceline.backend.tensor_layout import all_tensors as flattened
 from tests.harness import init_group, run_ranks
+from tests.harness.single_tensor_calls import all_gather_single, reduce_scatter_single
 
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -127,7 +128,7 @@ def perform(case, group, rank, world):
         return outputs
     if case.kind == "all_gather_into_tensor":
         whole = torch.zeros(flat, dtype=data.dtype)
-        wait(dist.all_gather_into_tensor(whole, data.contiguous(), **mode))
+        wait(all_gather_single(whole, data.contiguous(), **mode))
         return [whole]
     if case.kind == "gather":
         wait(dist.gather(data, outputs if rank == case.root else None, dst=root, **mode))
@@ -139,7 +140,7 @@ def perform(case, group, rank, world):
         wait(dist.reduce_scatter(data, many, op, **mode))
         return [data]
     if case.kind == "reduce_scatter_tensor":
-        wait(dist.reduce_scatter_tensor(data, torch.cat(many).contiguous(), op, **mode))
+        wait(reduce_scatter_single(data, torch.cat(many).contiguous(), op, **mode))
         return [data]
     if case.kind == "all_to_all":
         wait(dist.all_to_all(outputs, many, **mode))
@@ -331,9 +332,7 @@ def test_averages_factors_and_booleans():
         )  # each rank's own factor for its own data
         assert torch.equal(data, torch.full((3,), float(sum(range(world)))))
         block = torch.zeros(1)
-        dist.reduce_scatter_tensor(
-            block, torch.ones(world), dist._make_nccl_premul_sum(float(rank))
-        )
+        reduce_scatter_single(block, torch.ones(world), dist._make_nccl_premul_sum(float(rank)))
         assert block.item() == sum(range(world))
         flags = torch.tensor([True, rank == 0, False])
         dist.all_reduce(flags)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 
 from tests.harness import init_group, run_ranks
+from tests.harness.single_tensor_calls import all_gather_single
 
 PLACEMENTS = {"2x2": [0, 0, 1, 1], "uneven": [0, 0, 1], "3 hosts": [0, 1, 1, 2]}
 EVEN_PLACEMENTS = {"interleaved": [0, 1, 0, 1], "3 even hosts": [0, 1, 2]}
@@ -474,7 +475,7 @@ def test_long_and_short_data_is_moved_between_hosts(placement):
                 assert torch.equal(output, of(source, lengths[source])), (source, lengths)
         for length in (3, 1_200_000):
             whole = torch.zeros(world * length, dtype=torch.uint8)
-            dist.all_gather_into_tensor(whole, of(rank, length))
+            all_gather_single(whole, of(rank, length))
             assert torch.equal(whole, torch.cat([of(source, length) for source in range(world)]))
         for length in (1, 40_000):
             sent = [of(rank * world + goal, length + goal) for goal in range(world)]
@@ -508,7 +509,7 @@ def test_moves_that_differ_are_listed_by_every_rank_and_the_group_lives_on(place
                     (
                         dist.all_reduce(torch.ones(usual))
                         if rank == odd
-                        else dist.all_gather_into_tensor(gathered, torch.ones(unusual))
+                        else all_gather_single(gathered, torch.ones(unusual))
                     )
                 outputs = [torch.zeros(1) for _ in range(world)]
                 with pytest.raises(MismatchError, match="all_to_all"):

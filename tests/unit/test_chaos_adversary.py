@@ -7,6 +7,7 @@ import os
 import pytest
 
 from paceline.cli import chaos
+from paceline.launch.generation import Generation, Member
 from paceline.launch.job_page import JobPage
 
 
@@ -49,3 +50,29 @@ def test_ranks_that_have_ended_are_not_lost(monkeypatch, steps, said):
     adversary.strike_until_over()
     table = adversary.table()
     assert said in table if said else "lost" not in table
+
+
+@pytest.mark.parametrize(("least_left", "struck_at"), [(0, [5, 6, 6]), (1, [7])])
+def test_the_last_rank_is_spared_if_wanted(monkeypatch, least_left, struck_at):
+    """Rank 1 has a state from step 7 on. After that, rank 0 was struck, and 1 is the last."""
+    monkeypatch.setattr(chaos, "_POLL_S", 0.0)
+    page = JobPage.create("job", min_ranks=1, max_ranks=2)
+    monkeypatch.setattr(chaos, "find_job_page_below", lambda pid: page)
+    killed_at = []
+    monkeypatch.setattr(chaos.os, "kill", lambda pid, number: killed_at.append(page.step_in(0)))
+
+    class TwoRanks(Launcher):
+        def poll(self):
+            ended = super().poll()
+            if page.step_in(0) == 7 and page.step_in(1) is None:
+                page.seat(1, 1, os.getppid())
+                page.set_step(1, 7)
+            return ended
+
+    page.seat(1, 1, os.getppid())
+    page.publish(Generation(0, (Member(0, 0, 0), Member(1, 1, 0))))
+    launcher = TwoRanks(page, [0, 0, 5, 6, 6, 7, 7, 8])
+    faults = [chaos.PlannedFault(chaos._Kind.KILL, step, 0.0, 0.0) for step in (5, 6, 6)]
+    adversary = chaos._Adversary(launcher, faults, 0.0, 60.0, lambda: None, least_left=least_left)
+    adversary.strike_until_over()
+    assert killed_at == struck_at

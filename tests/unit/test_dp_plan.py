@@ -23,6 +23,7 @@ from paceline._pytree import (
     leaf_paths,
     unflatten,
 )
+from paceline.dp.data_parallel import DataParallel
 from paceline.dp.gather import (
     GatherKind,
     ReplicaOutputs,
@@ -363,3 +364,8 @@ def test_hooks_that_only_saving_runs_need_no_new_workers():
     module.register_state_dict_pre_hook(lambda *_: None)
     module.register_load_state_dict_post_hook(lambda *_: None)
     assert snapshot.updates() == []
+
+
+def test_what_is_no_module_is_refused_when_it_is_wrapped():
+    with pytest.raises(ConfigError, match=r"wraps a torch\.nn\.Module, got 3"):
+        DataParallel(3)

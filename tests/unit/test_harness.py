@@ -127,3 +127,19 @@ def test_the_last_line_of_a_run_lists_what_was_skipped(tmp_path, workers):
     assert last.startswith("skipped: 4 tests: needs a browser (")
     assert last.endswith("test_some.py: 1)")
     assert "test_some.py: 3); not yet (" in last
+
+
+def test_a_semaphore_of_another_program_is_known_as_its():
+    """The C library makes it under another name first, which is what its maker's maps show."""
+    program = (
+        "import multiprocessing, sys\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print(lock._semlock.name, flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as maker:
+        path = f"/dev/shm/sem.{maker.stdout.readline().strip().removeprefix('/')}"
+        assert leaks._uses(pathlib.Path("/proc", str(maker.pid)), path)
+        assert not leaks._uses(pathlib.Path("/proc/self"), path)
+        maker.communicate()

@@ -87,6 +87,22 @@ def test_steps_and_speed_come_from_the_first_to_the_last_step():
     assert (run.steps_per_second, run.samples_per_second) == (10.0, None)
 
 
+def test_every_host_has_a_clock_of_its_own():
+    lives = [
+        RankLife(0, page(0, world=3, since=3, last=9)),
+        RankLife(1, page(1, world=3, since=1003, last=1013), host=1),
+        RankLife(2, page(2, world=3, since=1002, last=1010), host=1),
+    ]
+    run = RunSummary.of_pages(lives, script="train.py", outcome="finished")
+    assert (run.ranks, run.seconds) == (3, 11.0)
+
+
+def test_the_card_of_another_host_than_the_first_says_whose_ranks_it_counts():
+    part = ElasticFigures(3, 1, 2, of_this_host=True)
+    assert "after 100 steps on 2 ranks of this host\n" in render_card(two_ranks(elastic=part))
+    assert RunSummary.load(two_ranks(elastic=part).dump()).elastic == part
+
+
 def test_samples_are_those_reported_or_else_those_of_all_loaders():
     counted = summary(page(0, samples=300), page(1, samples=200))
     assert counted.samples == 500

@@ -303,6 +303,9 @@ def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
     is_root, partner = rank == 0, (rank + world // 2) % world
     parts = list(whole.split(count))
     received = torch.zeros(count * world)
+    # Named so since torch 2.13, which warns of the names before.
+    all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def send_and_receive(group: dist.ProcessGroup) -> None:
         """There and back: each rank of the first half with one of the second."""
@@ -318,12 +321,12 @@ def _others(call: str, size: int, gloo: dist.ProcessGroup) -> dict[str, _Turn]:
     calls: dict[str, tuple[Callable[[dist.ProcessGroup], object], torch.Tensor, float]] = {
         "broadcast": (lambda group: dist.broadcast(whole, 0, group=group), whole, 1.0),
         "all_gather": (
-            lambda group: dist.all_gather_into_tensor(whole, part, group=group),
+            lambda group: all_gather(whole, part, group=group),
             whole[-count:],
             float(world),
         ),
         "reduce_scatter": (
-            lambda group: dist.reduce_scatter_tensor(part, whole, group=group),
+            lambda group: reduce_scatter(part, whole, group=group),
             part,
             total,
         ),

@@ -2,13 +2,12 @@
 run.
 
 All variants - plain, wrapped by ours, wrapped by torch's with different settings - train in the
-same processes in turn, in many short rounds; the time of a variant is the mean step of its best
-round. "barrier" is a step whose ranks exchange no gradients but pass one barrier: the best this
-machine allows.
+same processes in turn, in many short rounds. The time of a round is the mean step of its slowest
+rank, that of a variant its median round. "barrier" is a step whose ranks exchange no gradients but
+pass one barrier: the best this machine allows.
 
-With `--hosts` ranks are on simulated hosts, as in `paceline bench collectives`. Then the median
-step counts: what a link does is not a matter of luck. "bfloat16" is ours with
-`wire_dtype=torch.bfloat16`.
+With `--hosts` ranks are on simulated hosts, as in `paceline bench collectives`. "bfloat16" is ours
+with `wire_dtype=torch.bfloat16`.
 """
 
 from __future__ import annotations
@@ -26,10 +25,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.bench_tools import (
+    in_turn,
     join_group,
+    medians,
     own_memory_mib,
     print_table,
     pyplot,
+    ratio_quartiles,
+    slowest_of_ranks,
     write_json,
 )
 from paceline.bench.models import Case, cases
@@ -178,8 +181,10 @@ def _run_rank(
     dist.destroy_process_group()
 
 
-def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dict[str, float]]:
-    """Mean step of the best round, by variant, in microseconds."""
+def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dict[str, Any]]:
+    """The median round by variant, in microseconds a step; and how many times as long as ours each
+    took, as quartiles of all rounds.
+    """
     import torch
     import torch.distributed as dist
 
@@ -200,16 +205,20 @@ def _measure(case: Case, group: dist.ProcessGroup, rounds: int) -> dict[str, dic
             steps[variant]()
     # Interleaved, so that a busy moment of the machine hits all variants alike. The barrier lets
     # ranks start together; the first step after it is not timed.
-    best: dict[str, float] = dict.fromkeys(variants, float("inf"))
-    for _ in range(rounds):
-        for variant, step in steps.items():
+    times: dict[str, list[float]] = {variant: [] for variant in variants}
+    for number in range(rounds):
+        for variant in in_turn(list(variants), number):
             dist.barrier()
-            step()
-            best[variant] = min(best[variant], _mean_step_us(step, case.steps))
-    # The slowest rank's time is the time of the step.
-    slowest = torch.tensor(list(best.values()))
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return {"microseconds": dict(zip(best, slowest.tolist(), strict=True))}
+            steps[variant]()
+            times[variant].append(_mean_step_us(steps[variant], case.steps))
+    times = slowest_of_ranks(times)
+    return {
+        "microseconds": medians(times),
+        "over_paceline": {
+            variant: ratio_quartiles(rounds_us, times["paceline"])
+            for variant, rounds_us in times.items()
+        },
+    }
 
 
 def _run_host_rank(
@@ -467,6 +476,7 @@ def _summary(figures: dict[str, Any]) -> list[dict[str, Any]]:
                 "torch": stock[fastest],
                 "setting": fastest.removeprefix("torch (").removesuffix(")"),
                 "faster": stock[fastest] / times["paceline"],
+                "range": measured["over_paceline"][fastest],
                 "expected": _EXPECTED_SPEEDUP[name],
                 "against_barrier": times["paceline"] / times["barrier"],
                 "against_plain": times["paceline"] / times["plain"],
@@ -483,16 +493,24 @@ def _print(figures: dict[str, Any], ranks: int) -> None:
             f"{row['torch'] / 1e3:.3f} ms",
             row["setting"],
             f"{row['faster']:.2f}",
+            f"{row['range'][0]:.2f}-{row['range'][2]:.2f}",
             f"{row['expected']:.1f}",
             f"{row['against_barrier']:.3f}",
             f"{row['against_plain']:.3f}",
         )
         for row in _summary(figures)
     ]
-    columns = ("model", "paceline", "torch (best)", "its setting", "times as fast", "goal")
+    columns = (
+        "model",
+        "paceline",
+        "torch (best)",
+        "its setting",
+        "times as fast",
+        "half of rounds",
+    )
     print_table(
-        f"one training step, {ranks} ranks x 1 thread, best round, slowest rank",
-        (*columns, "/ barrier", "/ plain"),
+        f"one training step, {ranks} ranks x 1 thread, median round, slowest rank",
+        (*columns, "goal", "/ barrier", "/ plain"),
         rows,
         text_columns=("model", "its setting"),
     )

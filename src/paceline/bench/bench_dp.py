@@ -4,7 +4,7 @@ DDP and the ideal.
 The ideal is two (or `--workers`) independent processes of one thread, each training on its share of
 the batch, without any communication. Each of these methods has its own processes, which sleep while
 another is measured; methods take turns, round after round, and a method's time is the mean step of
-its best round.
+its median round.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from paceline.bench.bench_tools import in_turn, medians
 from paceline.bench.models import cases
 
 __all__ = ["add_arguments", "run"]
@@ -53,7 +54,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def _measure(name: str, workers: int, rounds: int) -> dict[str, float]:
     """Microseconds per step, by method, and the growth of memory."""
-    best: dict[str, float] = dict.fromkeys((*_SINGLE_PROCESS, *_PROCESS_PER_SHARE), float("inf"))
+    times: dict[str, list[float]] = {way: [] for way in (*_SINGLE_PROCESS, *_PROCESS_PER_SHARE)}
     with (
         tempfile.TemporaryDirectory(prefix="paceline-bench-") as directory,
         contextlib.ExitStack() as stack,
@@ -63,14 +64,14 @@ def _measure(name: str, workers: int, rounds: int) -> dict[str, float]:
                 stack.enter_context(_training_process(name, method, workers, rank, directory))
                 for rank in range(workers if method in _PROCESS_PER_SHARE else 1)
             ]
-            for method in best
+            for method in times
         }
         steps = {method: _steps_for(processes) for method, processes in methods.items()}
-        for _ in range(rounds):
-            for method, processes in methods.items():
-                best[method] = min(best[method], _round(processes, steps[method]))
+        for number in range(rounds):
+            for method in in_turn(list(methods), number):
+                times[method].append(_round(methods[method], steps[method]))
         memory = methods["paceline"][0].ask("memory", 0)
-    return {**best, "memory growth": memory}
+    return {**medians(times), "memory growth": memory}
 
 
 @dataclasses.dataclass

@@ -2,8 +2,8 @@
 torch's optimizers and with ours, interleaved in one run; an optimizer's step alone, in one process;
 and the memory of all ranks together.
 
-The time of a way is the mean step of its best round, on the slowest rank. Forward and backward
-alone, on ranks that exchange nothing, are one of the ways: no optimizer can be faster.
+The time of a round is the mean step of its slowest rank, that of a way its median round. Forward
+and backward alone, on ranks that exchange nothing, are one of the ways: no optimizer can be faster.
 """
 
 from __future__ import annotations
@@ -17,10 +17,13 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.bench_tools import (
+    in_turn,
     join_group,
+    medians,
     own_memory_mib,
     print_table,
     pyplot,
+    slowest_of_ranks,
     write_json,
 )
 from paceline.bench.models import Case, cases
@@ -140,26 +143,24 @@ def _measure_all(group: dist.ProcessGroup, names: list[str], rounds: int) -> dic
 
 
 def _measure(case: Case, optimizer: str, group: dist.ProcessGroup, rounds: int) -> dict[str, float]:
-    """Mean step of the best round, by way, in microseconds."""
-    import torch
+    """The median round by way, in microseconds a step."""
     import torch.distributed as dist
 
     steps = {way: _make_step(case, optimizer, way, group) for way in _WAYS}
     for step, _ in steps.values():
         for _ in range(3):
             step()
-    best = dict.fromkeys(_WAYS, float("inf"))
-    for _ in range(rounds):
-        for way, (step, _) in steps.items():
+    times: dict[str, list[float]] = {way: [] for way in _WAYS}
+    for number in range(rounds):
+        for way in in_turn(list(_WAYS), number):
+            step, _ = steps[way]
             dist.barrier()
             step()  # ranks start together; the first step after a barrier is not timed
             started = time.perf_counter()
             for _ in range(case.steps):
                 step()
-            best[way] = min(best[way], (time.perf_counter() - started) / case.steps * 1e6)
-    slowest = torch.tensor(list(best.values()))
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return dict(zip(best, slowest.tolist(), strict=True))
+            times[way].append((time.perf_counter() - started) / case.steps * 1e6)
+    return medians(slowest_of_ranks(times))
 
 
 def _make_step(
@@ -205,8 +206,8 @@ def _new_optimizer(
 def _measure_alone(
     group: dist.ProcessGroup, names: list[str], rounds: int
 ) -> dict[str, dict[str, float]]:
-    """The step of AdamW in one process with one thread, without forward and backward: best of each
-    way, interleaved, in microseconds.
+    """The step of AdamW in one process with one thread, without forward and backward: the median of
+    each way, interleaved, in microseconds.
     """
     import torch
 
@@ -220,13 +221,13 @@ def _measure_alone(
             for parameter in parameters:
                 parameter.grad = torch.ones_like(parameter)
             steps[way] = _new_optimizer(maker, "AdamW", parameters, besides).step
-        best = dict.fromkeys(steps, float("inf"))
-        for _ in range(2 * rounds):
-            for way, step in steps.items():
+        times: dict[str, list[float]] = {way: [] for way in steps}
+        for number in range(2 * rounds):
+            for way in in_turn(list(steps), number):
                 started = time.perf_counter()
-                step()
-                best[way] = min(best[way], (time.perf_counter() - started) * 1e6)
-        found[name] = best
+                steps[way]()
+                times[way].append((time.perf_counter() - started) * 1e6)
+        found[name] = medians(times)
     return found
 
 
@@ -306,7 +307,7 @@ def _print(figures: dict[str, Any], ranks: int) -> None:
         for optimizer, times in measured.items()
     }
     print_table(
-        f"one training step in ms, {ranks} ranks x 1 thread, best round, slowest rank",
+        f"one training step in ms, {ranks} ranks x 1 thread, median round, slowest rank",
         ("way", *columns),
         [(way, *(f"{times[way] / 1e3:.3f}" for times in columns.values())) for way in _WAYS],
         text_columns=("way",),

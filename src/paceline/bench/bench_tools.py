@@ -7,14 +7,26 @@ import json
 import os
 import pathlib
 import platform
-from collections.abc import Collection, Iterable, Sequence
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline._linux import processor_name
 from paceline._version import __version__
 from paceline.errors import ConfigError, PacelineError
 
-__all__ = ["join_group", "machine", "own_memory_mib", "print_table", "pyplot", "write_json"]
+__all__ = [
+    "in_turn",
+    "join_group",
+    "machine",
+    "medians",
+    "own_memory_mib",
+    "print_table",
+    "pyplot",
+    "ratio_quartiles",
+    "slowest_of_ranks",
+    "write_json",
+]
 
 
 def join_group(backend: str, directory: str, rank: int, world_size: int) -> None:
@@ -28,6 +40,39 @@ def join_group(backend: str, directory: str, rank: int, world_size: int) -> None
     dist.init_process_group(
         backend, init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size
     )
+
+
+def in_turn(ways: Sequence[str], number: int) -> list[str]:
+    """The order of a round: each way is the first in some rounds and the last in others, because
+    what one of them leaves in caches and queues meets the next.
+    """
+    start = number % len(ways)
+    return [*ways[start:], *ways[:start]]
+
+
+def slowest_of_ranks(times: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Times of rounds by way, the longest of all ranks in each: the ranks of a round wait for each
+    other. Called by every rank.
+    """
+    import torch
+    import torch.distributed as dist
+
+    slowest = torch.tensor(list(times.values()), dtype=torch.float64)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return dict(zip(times, slowest.tolist(), strict=True))
+
+
+def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """The median round of each way. The best one would be a matter of luck: of several ways that
+    take equally long, the one with more rounds, or with more settings to choose from, would win.
+    """
+    return {way: statistics.median(rounds) for way, rounds in times.items()}
+
+
+def ratio_quartiles(over: Sequence[float], under: Sequence[float]) -> list[float]:
+    """The quartiles of how many times as long one way took as another, round by round."""
+    ratios = [one / other for one, other in zip(over, under, strict=True)]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
 
 
 def machine() -> dict[str, Any]:

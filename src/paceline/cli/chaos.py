@@ -90,6 +90,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--elastic", default="1:3", metavar="MIN:MAX", help="of the disturbed run (default: 1:3)"
     )
     parser.add_argument(
+        "--spare-last", action="store_true",
+        help="strike only while another rank can go on: what is shown is how survivors do, not how "
+        "all begin again",
+    )  # fmt: skip
+    parser.add_argument(
         "--stopped", type=float, default=1.0, metavar="SECONDS",
         help="after which a stopped rank is killed (default: 1)",
     )  # fmt: skip
@@ -130,7 +135,14 @@ def run(options: argparse.Namespace) -> int:
         step_s = undisturbed.seconds / len(expected)
         elastic = [f"--elastic={options.elastic}", f"--max-restarts={10 * len(faults) + 10}"]
         with disturbed.running([*elastic, *common, "--", *script]) as process:
-            adversary = _Adversary(process, faults, step_s, options.patience, disturbed.show_events)
+            adversary = _Adversary(
+                process,
+                faults,
+                step_s,
+                options.patience,
+                disturbed.show_events,
+                least_left=1 if options.spare_last else 0,
+            )
             adversary.strike_until_over()
         disturbed.show_events()
         print(f"  {disturbed.seconds:.1f} s\n{adversary.table()}")
@@ -219,13 +231,16 @@ class _Adversary:
         step_s: float,
         patience_s: float,
         show_events: Callable[[], None],
+        least_left: int = 0,
     ) -> None:
         self._process = process
         self._show_events = show_events
         self._planned = collections.deque(faults)
         self._step_s = step_s
         self._patience_s = patience_s
+        self._least_left = least_left  # ranks that can go on after a fault
         self._strikes: list[_Strike] = []
+        self._struck_pids: set[int] = set()
         self._generations = 0
         self._times_all_lost = 0
 
@@ -263,7 +278,8 @@ class _Adversary:
                     f"{step}; the last fault: {self._last_fault()}"
                 )
             self._generations = int(page.words[Word.LATEST]) + 1
-            if self._planned and step >= self._planned[0].step:
+            is_due = self._planned and step >= self._planned[0].step
+            if is_due and self._may_strike(page):
                 fault = self._planned.popleft()
                 time.sleep(fault.part * self._step_s)
                 self._strike(fault, page)
@@ -284,22 +300,43 @@ class _Adversary:
     def _last_fault(self) -> str:
         return self._strikes[-1].kind.value if self._strikes else "none"
 
+    @property
+    def _is_recovering(self) -> bool:
+        return any(strike.seconds is None for strike in self._strikes)
+
+    def _may_strike(self, page: JobPage) -> bool:
+        """Whether as many ranks as wanted can go on after one more fault."""
+        if not self._least_left:
+            return True
+        return not self._is_recovering and len(self._unharmed_pids(page)) > self._least_left
+
+    def _unharmed_pids(self, page: JobPage) -> list[int]:
+        """Ranks that train: neither newcomers, nor ranks that leave or will soon be gone."""
+        published, trained = page.latest_published(), _ranks_with_state(page)
+        members = published[-1].generation.members if published else ()
+        pids = [page.pid_in(member.slot) for member in members if member.slot in trained]
+        return [pid for pid in pids if pid is not None and pid not in self._struck_pids]
+
     def _strike(self, fault: PlannedFault, page: JobPage) -> None:
         kind = fault.kind
         # Crash after crash without progress looks like an error of the script, and ends the job.
-        is_recovering = any(each.seconds is None for each in self._strikes)
-        if kind is _Kind.CRASH and is_recovering:
+        if kind is _Kind.CRASH and self._is_recovering:
             kind = _Kind.KILL
         if kind is _Kind.SCALE:
-            low, high = int(page.words[Word.MIN_RANKS]), page.max_ranks
+            low = max(int(page.words[Word.MIN_RANKS]), self._least_left + 1)
+            high = page.max_ranks
             with contextlib.suppress(PacelineError, OSError):
                 send_scale_request(page, low + int(fault.choice * (high - low + 1)))
         else:
             pids = [pid for slot in range(page.max_ranks) if (pid := page.pid_in(slot)) is not None]
+            if self._least_left:
+                pids = self._unharmed_pids(page)
             if not pids:
                 return
+            struck = pids[int(fault.choice * len(pids))]
+            self._struck_pids.add(struck)
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pids[int(fault.choice * len(pids))], _SIGNALS[kind])
+                os.kill(struck, _SIGNALS[kind])
         self._strikes.append(_Strike(kind, _step_of(page), time.monotonic()))
 
     def table(self) -> str:
@@ -322,13 +359,19 @@ class _Adversary:
 
 
 def _step_of(page: JobPage) -> int:
-    """How far the job is; `_NO_STATE` if no rank has one. A slot keeps the step of the process that
-    was in it, which counts no more: those after it may have begun again.
+    """How far the job is; `_NO_STATE` if no rank has one."""
+    return max(_ranks_with_state(page).values(), default=_NO_STATE)
+
+
+def _ranks_with_state(page: JobPage) -> dict[int, int]:
+    """Slot -> step. A slot keeps the step of the process that was in it, which counts no more:
+    those after it may have begun again.
     """
-    steps = [
-        page.step_in(slot) for slot in range(page.max_ranks) if page.member_in(slot) is not None
-    ]
-    return max((step for step in steps if step is not None), default=_NO_STATE)
+    return {
+        slot: step
+        for slot in range(page.max_ranks)
+        if page.member_in(slot) is not None and (step := page.step_in(slot)) is not None
+    }
 
 
 def _compare(expected: dict[int, Digests], found: list[tuple[int, Digests]]) -> int:

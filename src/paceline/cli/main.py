@@ -5,6 +5,7 @@ called.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import io
 import os
@@ -49,12 +50,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="paceline", description="Data-parallel training for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"paceline {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module, summary) in COMMANDS.items():
         sub = commands.add_parser(name, help=summary, description=summary)
         if name in arguments[:1]:
             importlib.import_module(module).add_arguments(sub)
+    if arguments and (problem := _why_no_command(arguments[0])) is not None:
+        print(f"paceline: {problem}", file=sys.stderr)
+        return 2
     options = parser.parse_args(arguments)
+    if options.command is None:
+        parser.print_help()
+        return 2
     try:
         code: int = importlib.import_module(COMMANDS[options.command][0]).run(options)
         if sys.stdout is not None:  # closed by whoever started us
@@ -70,3 +77,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"paceline: {error}", file=sys.stderr)
         return 2
     return code
+
+
+def _why_no_command(word: str) -> str | None:
+    """What to type instead of a word that is no command; None if it is one, or an option."""
+    if word in COMMANDS or word.startswith("-"):
+        return None
+    if word.endswith(".py"):
+        return f"{word!r} is no command: `paceline run {word}` starts a script"
+    close = difflib.get_close_matches(word, COMMANDS, n=1)
+    hint = f"did you mean `paceline {close[0]}`?" if close else "`paceline --help` lists them"
+    return f"there is no command {word!r}: {hint}"

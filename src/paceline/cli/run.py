@@ -232,12 +232,15 @@ def _summary(result: JobResult, plan: Plan, code: int, timeline: str | None) -> 
     pages = [(left, parse_page(left.page)) for left in history.pages]
     # A replacement that comes when the job is over has neither joined it nor is it lost.
     trained = [(left, page) for left, page in pages if page is not None and page.step]
-    lives = [RankLife(result.first_rank + left.rank, page) for left, page in trained]
+    lives = [RankLife(result.first_rank + left.rank, page, left.host) for left, page in trained]
     elastic = None
     if plan.elastic is not None:
         lost = sum(left.is_lost for left, _ in trained)
-        joined = max(0, len(trained) - plan.elastic.start_ranks)
-        elastic = ElasticFigures(history.generations, lost, joined)
+        # The first host hears of the ranks of all, another one of its own.
+        is_first = result.first_rank == 0
+        began = plan.elastic.start_ranks * (plan.elastic.hosts if is_first else 1)
+        joined = max(0, len(trained) - began)
+        elastic = ElasticFigures(history.generations, lost, joined, of_this_host=not is_first)
     outcome = "finished" if code == 0 else "failed"
     if result.stopped_by is not None:
         outcome = "stopped"

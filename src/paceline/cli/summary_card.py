@@ -56,7 +56,8 @@ def _ranks(summary: RunSummary) -> str:
     if summary.elastic is None and summary.ranks < summary.world:
         # The others are on other hosts, or have not trained.
         return f"{summary.ranks} of {summary.world} ranks"
-    return _count(summary.ranks, "rank")
+    is_part = summary.elastic is not None and summary.elastic.of_this_host
+    return _count(summary.ranks, "rank") + (" of this host" if is_part else "")
 
 
 def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:

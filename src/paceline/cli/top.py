@@ -67,8 +67,12 @@ def _show_again_and_again(render: Callable[[], str], interval_s: float) -> None:
 
     console = Console()
     if not console.is_terminal or console.is_dumb_terminal:
+        shown = ""
         while True:
-            print(render(), end="\n\n", flush=True)
+            text = render()
+            if text != NOTHING_RUNS or text != shown:  # once is enough
+                print(text, end="\n\n", flush=True)
+            shown = text
             time.sleep(interval_s)
 
     def screenful() -> Text:

@@ -178,6 +178,9 @@ class ShardedIterable(IterableDataset[LocalBatch]):
     def announced_batches(self) -> Iterator[LocalBatch]:
         """The announced pass. Worker w of n makes batches w, w + n, ...: torch's loader asks the
         workers in turn.
+
+        Raises:
+            ConfigError: no pass was announced, because the loader is torch's own.
         """
         worker = get_worker_info()
         epoch, first = self._pass.tolist()

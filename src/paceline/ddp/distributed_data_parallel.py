@@ -644,6 +644,9 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
 
         Where an optimizer with one_pass=True sums gradients, `.grad` is this rank's own, and this
         is the way to look at the average. Elsewhere it is what `.grad` has.
+
+        Raises:
+            ConfigError: a rank had no data in this step, and gradients are summed in the step.
         """
         reducer = self.reducer
         absent = reducer.history.absent
@@ -890,6 +893,9 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
 
         With an optimizer (or a function that steps it), this rank takes their steps along and stays
         equal in every respect. Without one, the weights are copied at the end, and only they.
+
+        Raises:
+            TypeError: `optimizer` is neither an optimizer nor a function.
         """
         if optimizer is not None and not (
             isinstance(optimizer, torch.optim.Optimizer) or callable(optimizer)
@@ -1030,6 +1036,7 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
         return self._history.last_sync_seconds
 
     def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward makes buffers equal on all ranks before it begins."""
         return (
             self.require_forward_param_sync
             and self._config.forward_sync_buffers

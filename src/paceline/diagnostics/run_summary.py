@@ -47,26 +47,32 @@ def phase_label(phase: Phase) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class RankLife:
-    """A process that was a rank: its number, and its status page when it ended."""
+    """A process that was a rank: its number, its status page when it ended, and the host whose
+    clock that page has.
+    """
 
     rank: int
     page: StatusPage
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
 class ElasticFigures:
-    """What became of the ranks of an elastic job, on this host: how many processes have ended while
-    the job went on, and how many have joined it after its beginning.
+    """What became of the ranks of an elastic job: how many processes have ended while the job went
+    on, and how many have joined it after its beginning. The first host knows of those of all hosts,
+    any other one of its own.
     """
 
     generations: int
     lost: int
     joined: int
+    of_this_host: bool = False  # on any host but the first
 
 
 @dataclasses.dataclass(frozen=True)
 class RunSummary:
-    """One run. On several hosts: what the ranks of one of them did.
+    """One run. On several hosts: what the ranks of one of them did; of an elastic job's, what its
+    first host has heard of all.
 
     Args:
         script: its name.
@@ -226,8 +232,6 @@ class RunSummary:
     ) -> RunSummary:
         """What ranks have left behind; those that never trained count for nothing."""
         pages = [life.page for life in lives if life.page.step]
-        began = min((page.training_since_ns for page in pages), default=0)
-        ended = max((page.last_step_ns for page in pages), default=0)
         steps = _steps(lives)
         spent_s: dict[int, dict[Phase, float]] = {}
         for life in sorted(lives, key=lambda life: life.rank):
@@ -238,7 +242,7 @@ class RunSummary:
             outcome=outcome,
             world=max((page.world for page in pages), default=0),
             steps=steps,
-            seconds=max(0, ended - began) / 1e9,
+            seconds=_seconds(lives),
             samples=_samples(lives, steps),
             spent_s=spent_s,
             optimizer=_optimizer(pages),
@@ -251,6 +255,16 @@ def _add_life(spent_s: dict[Phase, float], page: StatusPage) -> None:
     for phase in Phase:
         if page.spent_ns[phase] and phase is not Phase.STARTING:
             spent_s[phase] = spent_s.get(phase, 0.0) + page.spent_ns[phase] / 1e9
+
+
+def _seconds(lives: Sequence[RankLife]) -> float:
+    """From the first to the last step, on the host that trained longest: each has its own clock."""
+    longest = 0
+    for host in {life.host for life in lives}:
+        pages = [life.page for life in lives if life.host == host and life.page.step]
+        began = min((page.training_since_ns for page in pages), default=0)
+        longest = max(longest, max((page.last_step_ns for page in pages), default=0) - began)
+    return longest / 1e9
 
 
 def _steps(lives: Sequence[RankLife]) -> int:

@@ -95,6 +95,8 @@ class DataParallel(nn.Module):
         timeout: float = 1800.0,
     ) -> None:
         super().__init__()
+        if not isinstance(module, nn.Module):
+            raise ConfigError(f"DataParallel wraps a torch.nn.Module, got {module!r}")
         _check_arguments(workers, threads, executor, scalars, batch_norm, dim)
         self.module = module
         self.dim = dim

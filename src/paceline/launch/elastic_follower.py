@@ -12,12 +12,14 @@ again, joins the job anew.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import selectors
 import signal
 import socket
 import time
+import zlib
 from multiprocessing.connection import Connection
 
 from paceline._linux import end_descendants, outlive_parent
@@ -148,6 +150,7 @@ class ElasticFollower:
         self._silence_s = silence_s
         self._ping_s = min(_LONGEST_PING_S, silence_s / _PINGS_PER_LEASE)
         self._ping_at = asked_at
+        self._last_pages: dict[int, bytes] = {}  # of ranks that have ended, by pid
         self._is_leaving = False  # this host was asked to leave
         self._is_ending = False  # the whole job ends
         self._is_over = False
@@ -256,7 +259,15 @@ class ElasticFollower:
         else:
             steps, exitcode = self._steps(), os.waitstatus_to_exitcode(change.status)
             self._ranks.forget(change)
-            self._link.send("ended", member=member, pid=change.pid, exitcode=exitcode, steps=steps)
+            page = self._last_pages[change.pid] = self._ranks.last_page(change.pid)
+            self._link.send(
+                "ended",
+                member=member,
+                pid=change.pid,
+                exitcode=exitcode,
+                steps=steps,
+                page=base64.b64encode(zlib.compress(page)).decode(),
+            )
 
     # -- orders of the first host ------------------------------------------------------------------
 
@@ -321,7 +332,7 @@ class ElasticFollower:
     def _note_verdict(self, message: LinkMessage) -> None:
         """The first host has decided what the end of a rank means."""
         slot, exitcode = message["slot"], message["exitcode"]
-        verdict, page = Verdict[message["verdict"]], self._ranks.last_page(message["pid"])
+        verdict, page = Verdict[message["verdict"]], self._last_pages.pop(message["pid"])
         rank = self._ranks.local_rank(slot)
         if verdict is Verdict.LOST:
             end_what_it_started(message["pid"])

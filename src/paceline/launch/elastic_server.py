@@ -17,12 +17,14 @@ job pages of their own. So a rank need not know on which host it is.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import os
 import selectors
 import signal
 import socket
 import time
+import zlib
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -63,6 +65,7 @@ from paceline.launch.messages import (
     JobPlaced,
     MemberStarted,
     RankFailing,
+    RemoteEnd,
     ServerMessage,
     Signal,
     Started,
@@ -80,7 +83,7 @@ from paceline.telemetry.variables import RUN_ID
 
 __all__ = ["ElasticServer", "PROTOCOL", "SLOTS_ON_SEVERAL_HOSTS"]
 
-PROTOCOL = 1  # of the messages between hosts
+PROTOCOL = 2  # of the messages between hosts
 SLOTS_ON_SEVERAL_HOSTS = 1024
 _LEFTOVERS_WAIT_S = 0.5
 _LEFTOVERS_TERM_S = 2.0
@@ -484,6 +487,9 @@ class ElasticServer:
         member = self._members[message["member"]]
         self._page.vacate(member.slot)
         verdict = self._judge_end(member, message["exitcode"], now)
+        is_lost = verdict in {Verdict.LOST, Verdict.LEFT} and message["exitcode"] != 0
+        page = zlib.decompress(base64.b64decode(message["page"]))
+        self._send(RemoteEnd(member.slot, member.host, is_lost, page))
         remote.link.send(
             "verdict",
             slot=member.slot,

@@ -371,6 +371,9 @@ def local_rank() -> int:
     Returns:
         A number from 0, different for each rank of one host.
 
+    Raises:
+        ConfigError: there is no process group, and no launcher has told.
+
     Example:
         ```python
         print(f"GPU {paceline.local_rank()} is mine")
@@ -391,6 +394,9 @@ def local_world_size() -> int:
 
     Returns:
         As the job was placed, or as the environment says.
+
+    Raises:
+        ConfigError: there is no process group, and no launcher has told.
 
     Example:
         ```python

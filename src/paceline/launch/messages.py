@@ -19,6 +19,7 @@ __all__ = [
     "RendezvousConfig",
     "ElasticConfig",
     "RankPipes",
+    "RemoteEnd",
     "Job",
     "ReportKind",
     "Report",
@@ -206,6 +207,18 @@ class MemberLost:
 
 
 @dataclasses.dataclass(frozen=True)
+class RemoteEnd:
+    """From the fork server of the first host of an elastic job: a rank of another host has ended.
+    `page` is a copy of its status page.
+    """
+
+    slot: int
+    host: int
+    is_lost: bool  # it died, and the job goes on
+    page: bytes
+
+
+@dataclasses.dataclass(frozen=True)
 class GenerationBegan:
     """From the fork server of an elastic job: other ranks than before belong to it."""
 
@@ -246,7 +259,13 @@ class Signal:
 
 
 ElasticMessage = (
-    MemberStarted | MemberLost | GenerationBegan | RankFailing | StopRequested | Announcement
+    MemberStarted
+    | MemberLost
+    | RemoteEnd
+    | GenerationBegan
+    | RankFailing
+    | StopRequested
+    | Announcement
 )
 ServerMessage = Started | JobPlaced | RankEnd | StartFailure | ElasticMessage
 

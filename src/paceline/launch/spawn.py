@@ -54,6 +54,7 @@ def spawn(
     Raises:
         LaunchError: a rank died without an error of its own. The first error of a rank is raised
             here as it was raised there, with its traceback as a note; the other ranks are stopped.
+        ConfigError: an argument is wrong, or `fn` cannot be sent to other processes.
 
     Example:
         ```python

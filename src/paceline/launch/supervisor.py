@@ -49,6 +49,7 @@ from paceline.launch.messages import (
     RankEnd,
     RankFailing,
     RankPipes,
+    RemoteEnd,
     RendezvousConfig,
     Report,
     ReportKind,
@@ -121,6 +122,7 @@ class LeftPage:
     rank: int
     page: bytes
     is_lost: bool  # it died, and the job went on
+    host: int = 0  # 0 is this one: the others' clocks are not ours
 
 
 @dataclasses.dataclass
@@ -466,6 +468,10 @@ class _JobRun:
             case MemberLost():
                 self._forget_life(self._ranks[message.rank])
                 self._history.add_end(message)
+            case RemoteEnd():
+                rank = message.slot - self._first_rank
+                left = LeftPage(rank, message.page, message.is_lost, message.host)
+                self._history.pages.append(left)
             case GenerationBegan():
                 self._history.generations = message.number + 1
                 self._output.begin_generation(message.number)

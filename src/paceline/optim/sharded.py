@@ -125,6 +125,7 @@ class Sharded(torch.optim.Optimizer):
     # Those of the optimizer inside, whoever replaces them.
     @property
     def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of the optimizer inside, with their settings."""
         return self._inner.param_groups
 
     @param_groups.setter
@@ -134,6 +135,7 @@ class Sharded(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
+        """The state of the optimizer inside, by parameter."""
         return self._inner.state
 
     @state.setter
@@ -144,6 +146,7 @@ class Sharded(torch.optim.Optimizer):
 
     @property
     def defaults(self) -> dict[str, Any]:
+        """The settings of groups that name none."""
         return self._inner.defaults
 
     @defaults.setter
