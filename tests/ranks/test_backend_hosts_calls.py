@@ -124,7 +124,7 @@ def test_gathered_tensors_may_differ_in_length(placement):
         import torch
         import torch.distributed as dist
 
-        from paceline import MismatchError
+        from paceline import ConfigError, MismatchError
 
         join(rank, host_of)
 
@@ -151,6 +151,13 @@ def test_gathered_tensors_may_differ_in_length(placement):
                 with pytest.raises(MismatchError, match=f"rank {root} sends .* to rank 1"):
                     dist.scatter(torch.zeros(unit), parts if rank == root else None, root)
             gather([unit * (host + 1) for host in host_of], 0)
+        if rank == 0:
+            few = [torch.zeros(1)]
+            with pytest.raises(ConfigError, match="gather needs one tensor for each"):
+                dist.gather(torch.zeros(1), few, 0)
+            with pytest.raises(ConfigError, match="scatter needs one tensor for each"):
+                dist.scatter(torch.zeros(1), few, 0)
+        dist.barrier()
         dist.destroy_process_group()
 
     run_ranks(len(host_of), check, timeout=120)

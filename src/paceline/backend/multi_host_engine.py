@@ -167,6 +167,8 @@ class MultiHostEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
+        if outputs is not None:
+            self._check_one_per_rank("gather", outputs)
         header = self._header(Kind.GATHER, BYTES, 0, root=root, label=dtype_label(tensor))
         run = functools.partial(gather, outputs=outputs, tensor=tensor, root=root)
         return self._exchange(header, run, wait, timeout_ns, lanes=1)
@@ -180,6 +182,8 @@ class MultiHostEngine:
         wait: bool,
         timeout_ns: int,
     ) -> Ticket | None:
+        if inputs is not None:
+            self._check_one_per_rank("scatter", inputs)
         label = dtype_label(output)
         header = self._header(Kind.SCATTER, BYTES, output.numel(), root=root, label=label)
         run = functools.partial(scatter, output=output, inputs=inputs, root=root)
