@@ -46,7 +46,7 @@ MEASUREMENTS: dict[str, str] = {
     "observe": "paceline bench observe --rounds 150",
     "optim": "paceline bench optim --rounds 9",
     "sampler": "paceline bench sampler --rounds 1",
-    "training": "paceline bench training --rounds 2 --shards-per-rank 1,4",
+    "training": "paceline bench training --rounds 8 --shards-per-rank 1,2,4",
 }
 _MODELS = {
     "mlp-64": "small MLP, 17 thousand parameters",
