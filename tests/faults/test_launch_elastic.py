@@ -85,6 +85,13 @@ def _pid(path):
     return int(path.read_text())
 
 
+def _wait_until_ended(*pids):
+    deadline = time.monotonic() + 30
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def _finish(job, folder, code=0):
     (folder / "end").write_text("yes")
     found = job.wait()
@@ -128,10 +135,7 @@ if me == 1 and step == 3:
     with launched(_command(tmp_path, step)) as job:
         child = _pid(tmp_path / "child")
         wait_for_files(tmp_path / "up-2-01")
-        deadline = time.monotonic() + 10
-        while is_running(child):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        _wait_until_ended(child)
         _finish(job, tmp_path)
 
 
@@ -289,9 +293,10 @@ def test_scale_and_ps_from_outside(tmp_path, capsys):
         name = _job_of(pids[0])
         assert main(["scale", name, "3"]) == 0
         assert capsys.readouterr().out == f"job {name[:8]}: from 2 to 3 ranks\n"
-        wait_for_files(tmp_path / "up-2-012")
+        pids.append(_pid(tmp_path / "up-2-012"))
         assert main(["scale", name, "1"]) == 0
         wait_for_files(tmp_path / "left-1", tmp_path / "left-2", tmp_path / "up-0-0")
+        _wait_until_ended(*pids[1:])  # until then `ps` shows those that leave, too
         capsys.readouterr()
         assert main(["ps", name]) == 0
         shown = capsys.readouterr().out

@@ -614,11 +614,8 @@ class Membership:
         """The first generation waits for all that the job was started with."""
         if self._newest.number >= 0:
             return False
-        is_to_start = (
-            self.is_open
-            and self._lacking > 0
-            and any(state.to_begin > 0 for _, state in self._free_slots())
-        )
+        next_slots = self._free_slots()[: max(0, self._lacking)]
+        is_to_start = self.is_open and any(state.to_begin > 0 for _, state in next_slots)
         is_starting = any(
             process.is_initial and process.standing is _Standing.STARTING
             for process in self._processes.values()
