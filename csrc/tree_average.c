@@ -9,32 +9,22 @@
  *
  * Short rows are summed whole by every rank, which saves waiting for each other's sums.
  */
-#include "numbers.h"
 #include "pipeline.h"
+#include "tree_sum.h"
 
-#define MOST_LEVELS 32
 #define SHORT_BYTES (1024 * 1024) /* of all nodes together */
-#define CHUNK 512ull /* elements in the first-level cache while the nodes are added */
-
-/* The sum of two, the same divided, and a division alone. */
-typedef struct {
-    void (*add)(void *out, const void *left, const void *right, uint64_t count);
-    void (*average)(void *out, const void *left, const void *right, uint64_t count,
-                    uint64_t divisor);
-    void (*divide)(void *out, const void *from, uint64_t count, uint64_t divisor);
-} tree_kernels;
-
-#define KERNELS "tree_average_for_isa.h"
-#include "for_each_isa.h"
-
-static const tree_kernels *const tables[] = BY_INSTRUCTION_SET(kernels);
+#define CHUNK 512ull              /* elements of a short row that pass through the cache at once */
 
 typedef struct {
     pipeline base; /* first: the steps are given this */
     const plc_tree_average *what;
-    const tree_kernels *kernels;
+    tree_shape shape;
     uint64_t element;
 } tree_pipeline;
+
+static tree_shape shape_of(const plc_tree_average *w) {
+    return (tree_shape){w->nodes, w->adds, w->divisor};
+}
 
 static const tree_pipeline *tree_of(const pipeline *p) { return (const tree_pipeline *)p; }
 
@@ -130,36 +120,6 @@ static void stage(const pipeline *p, uint64_t block) {
 
 /* --- sums ------------------------------------------------------------------------------------- */
 
-/* A few numbers of all nodes to those of the root. */
-static void average_chunk(const tree_pipeline *t, const unsigned char *const *nodes, uint64_t at,
-                          uint64_t count, void *out) {
-    const plc_tree_average *w = t->what;
-    double sums[MOST_LEVELS + 1][CHUNK];
-    const void *stack[MOST_LEVELS + 2];
-    uint32_t depth = 0, left = w->nodes - 1; /* additions that are still to be made */
-    for (uint32_t n = 0; n < w->nodes; n++) {
-        stack[depth++] = nodes[n] + at;
-        for (uint32_t i = 0; i < w->adds[n]; i++, depth--, left--) {
-            const void **pair = &stack[depth - 2];
-            if (left == 1) {
-                t->kernels->average(out, pair[0], pair[1], count, w->divisor);
-            } else {
-                t->kernels->add(sums[depth - 2], pair[0], pair[1], count);
-                pair[0] = sums[depth - 2];
-            }
-        }
-    }
-    if (w->nodes == 1) t->kernels->divide(out, stack[0], count, w->divisor);
-}
-
-static void average(const tree_pipeline *t, const unsigned char *const *nodes, uint64_t count,
-                    unsigned char *out) {
-    for (uint64_t from = 0; from < count; from += CHUNK) {
-        uint64_t at = from * t->element;
-        average_chunk(t, nodes, at, MIN(count - from, CHUNK), out + at);
-    }
-}
-
 static void sum(const pipeline *p, uint64_t block) {
     const tree_pipeline *t = tree_of(p);
     const plc_tree_average *w = t->what;
@@ -174,7 +134,7 @@ static void sum(const pipeline *p, uint64_t block) {
                                                          end);
         if (nodes[n] == NULL) nodes[n] = staged_by(t, owner, number, p->comm->rank, block);
     }
-    average(t, nodes, end - from, summed_by(t, p->comm->rank, block));
+    average_nodes(&t->shape, w->dtype, nodes, end - from, summed_by(t, p->comm->rank, block));
 }
 
 static void fetch(const pipeline *p, uint64_t block) {
@@ -216,8 +176,9 @@ static void average_rows(const tree_pipeline *t) {
         nodes[n] = staged_row(t, w->owners[n], held[w->owners[n]]++);
     for (uint64_t from = 0, end; from < row_length(w); from = end) {
         end = MIN(from + CHUNK, row_length(w));
-        average_chunk(t, nodes, from * t->element, end - from, chunk);
+        average_nodes(&t->shape, w->dtype, nodes, end - from, (unsigned char *)chunk);
         copy_to_row(t, w->outputs, from, end, (const unsigned char *)chunk);
+        for (uint32_t n = 0; n < w->nodes; n++) nodes[n] += (end - from) * t->element;
     }
 }
 
@@ -235,15 +196,11 @@ static int run_short(tree_pipeline *t) {
 
 /* --- the call --------------------------------------------------------------------------------- */
 
-/* Whether the additions lead from the nodes to one root. */
-static bool is_a_tree(const plc_comm *comm, const plc_tree_average *w) {
-    uint32_t depth = 0;
-    for (uint32_t n = 0; n < w->nodes; n++) {
-        if (w->owners[n] >= comm->ranks || ++depth > MOST_LEVELS + 1 || w->adds[n] >= depth)
-            return false;
-        depth -= w->adds[n];
-    }
-    return depth == 1;
+static bool is_valid(const plc_comm *comm, const plc_tree_average *w) {
+    const tree_shape shape = shape_of(w);
+    for (uint32_t n = 0; n < w->nodes; n++)
+        if (w->owners[n] >= comm->ranks) return false;
+    return (w->dtype == PLC_F32 || w->dtype == PLC_F64) && is_tree(&shape);
 }
 
 static uint32_t most_nodes_of_a_rank(const plc_comm *comm, const plc_tree_average *w) {
@@ -284,7 +241,7 @@ static int plan(tree_pipeline *t) {
 static int average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
                         int64_t timeout_ns) {
     tree_pipeline t = {.what = what,
-                       .kernels = &tables[choose_instruction_set(NULL)][what->dtype == PLC_F64],
+                       .shape = shape_of(what),
                        .element = plc_element_bytes(what->dtype)};
     int status = arena_rings(arena, index, &t.base);
     if (status == PLC_OK) status = plan(&t);
@@ -302,8 +259,7 @@ static int average_tree(plc_arena *arena, uint32_t index, const plc_tree_average
 int plc_arena_average_tree(plc_arena *arena, uint32_t index, const plc_tree_average *what,
                            int64_t timeout_ns) {
     plc_comm *comm = arena_comm(arena);
-    bool is_float = what->dtype == PLC_F32 || what->dtype == PLC_F64;
-    if (!is_float || what->divisor == 0 || !is_a_tree(comm, what)) return PLC_INVALID;
+    if (!is_valid(comm, what)) return PLC_INVALID;
     if (!comm_enter(comm)) return PLC_ABORTED;
     gil_scope scope;
     gil_scope_enter(&scope, comm);

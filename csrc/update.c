@@ -84,7 +84,7 @@ static numbers numbers_for(const plc_update *u, double step, bool first) {
 
 /* How many elements are updated at once: all, unless their gradients pass through the cache. */
 static uint64_t at_once(const plc_update *u, uint64_t element_bytes, uint64_t count) {
-    if (u->ranks > 0) return BLOCK_BYTES / element_bytes;
+    if (is_summed(u)) return BLOCK_BYTES / element_bytes;
     return u->grad_scale == 1 ? count : UNSCALED_AT_ONCE;
 }
 
@@ -131,11 +131,17 @@ static void update_lines(const update_part *part) {
     }
 }
 
+static bool can_be_updated(const plc_update *u, uint32_t array) {
+    const uint32_t dtype = dtype_of(u, array);
+    if (u->tree != NULL && dtype != PLC_F32 && dtype != PLC_F64) return false;
+    return dtype < PLC_DTYPES && tables[0][dtype] != NULL;
+}
+
 bool is_valid_update(const plc_update *u) {
     if (u->rule >= PLC_RULES || u->parts == 0 || u->part >= u->parts) return false;
-    if (u->ranks > PLC_MAX_RANKS) return false;
+    if (u->ranks > PLC_MAX_RANKS || (u->tree != NULL && !is_valid_tree(u))) return false;
     for (uint32_t i = 0; i < u->arrays; i++)
-        if (dtype_of(u, i) >= PLC_DTYPES || tables[0][dtype_of(u, i)] == NULL) return false;
+        if (!can_be_updated(u, i)) return false;
     return true;
 }
 

@@ -16,7 +16,7 @@ enum { PARAMETER, GRADIENT, STATE, STEP = STATE + 3, ADDRESSES };
 
 typedef struct journal_slot journal_slot;
 /* What was last read of gradients in other ranks' own memory: bytes begin..end of one array, in
- * `room` bytes for each rank. */
+ * `room` bytes for each summand: each rank, or each node of a tree. */
 typedef struct {
     uint32_t array;
     uint64_t begin, end, room;
@@ -62,6 +62,9 @@ static inline bool writes_row(const plc_update *u, uint32_t row) {
     return row == STATE + 2 && u->rule == PLC_ADAM && (u->options & PLC_AMSGRAD);
 }
 
+/* Whether the gradients have still to be summed, block by block. */
+static inline bool is_summed(const plc_update *u) { return u->ranks > 0 || u->tree != NULL; }
+
 /* Make this process's part of a pass over `units`, divided once more among its threads.
  * PLC_SYSTEM, and nothing is done, without memory for sums; another status if a rank's gradients
  * could not be read. */
@@ -74,5 +77,6 @@ const void *summed_gradients(const update_part *part, uint32_t array, uint64_t f
                              uint64_t count, uint64_t end);
 
 bool is_valid_update(const plc_update *u);
+bool is_valid_tree(const plc_update *u);
 
 #endif

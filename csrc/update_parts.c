@@ -3,7 +3,7 @@
  *
  * A sum has the bits of a bucket's (buckets.c): where all ranks weigh the same, each number is
  * scaled and added, and the sum is rounded; otherwise what each rank brings is scaled and rounded
- * before it is added.
+ * before it is added. A sum in the order of a tree has the bits of a tree average (tree_average.c).
  *
  * Threads live for one call: a step of an optimizer is long where they pay, nothing has to be kept
  * between calls, and a fork finds nothing of them.
@@ -12,6 +12,8 @@
 
 #include <signal.h>
 #include <stdlib.h>
+
+#include "tree_sum.h"
 
 #define MAX_THREADS 256u
 /* Read of other ranks' own memory at once, of all of them together: one system call takes as long
@@ -26,14 +28,24 @@ static bool is_uniform(const plc_update *u, double *factor) {
     return true;
 }
 
-/* Where rank `r` of the sum has this array in its own memory; 0: it is mapped here. */
-static uint64_t private_address(const plc_update *u, uint32_t r, uint32_t array) {
-    if (u->comm == NULL || u->members[r] == u->comm->rank) return 0;
-    return u->private_addresses[u->members[r] * u->private_stride + array];
+static uint32_t summands_of(const plc_update *u) {
+    return u->tree != NULL ? u->tree->nodes : u->ranks;
 }
 
-/* Read bytes from..end of an array, as many as there is room for, of every rank that has them in
- * its own memory. */
+/* The rank that has summand `s`. */
+static uint32_t owner_of(const plc_update *u, uint32_t s) {
+    return u->tree != NULL ? u->tree->owners[s] : u->members[s];
+}
+
+/* Where the owner of a summand has this array in its own memory; 0: it is mapped here. */
+static uint64_t private_address(const plc_update *u, uint32_t s, uint32_t array) {
+    if (u->comm == NULL || owner_of(u, s) == u->comm->rank) return 0;
+    if (u->tree != NULL) return u->tree->addresses[s * u->tree->stride + array];
+    return u->private_addresses[u->members[s] * u->private_stride + array];
+}
+
+/* Read bytes from..end of an array, as many as there is room for, of every summand that is in its
+ * owner's own memory. */
 static int read_gradients(const update_part *part, uint32_t array, uint64_t from, uint64_t end) {
     const plc_update *u = part->update;
     gradient_reads *reads = part->reads;
@@ -42,41 +54,52 @@ static int read_gradients(const update_part *part, uint32_t array, uint64_t from
     reads->array = array;
     reads->begin = from;
     reads->end = MIN(from + reads->room, end);
-    for (uint32_t r = 0; r < u->ranks && reads->status == PLC_OK; r++) {
-        uint64_t at = private_address(u, r, array);
+    for (uint32_t s = 0; s < summands_of(u) && reads->status == PLC_OK; s++) {
+        uint64_t at = private_address(u, s, array);
         if (at != 0)
-            reads->status = direct_read(u->comm, u->members[r], reads->bytes + r * reads->room,
+            reads->status = direct_read(u->comm, owner_of(u, s), reads->bytes + s * reads->room,
                                         at + from, reads->end - from);
     }
     return reads->status;
 }
 
-/* Where the gradients of every rank are, from byte `from` of an array on. */
+/* Where a summand that is mapped here has this array. */
+static const char *mapped_address(const plc_update *u, uint32_t s, uint32_t array) {
+    if (u->tree != NULL)
+        return (const char *)(uintptr_t)u->tree->addresses[s * u->tree->stride + array];
+    return (const char *)address(u, GRADIENT, array) + u->distances[s];
+}
+
+/* Where all summands are, from byte `from` of an array on. */
 static void find_gradients(const update_part *part, uint32_t array, uint64_t from,
                            const void **inputs) {
     const plc_update *u = part->update;
     const gradient_reads *reads = part->reads;
-    const char *own = (const char *)address(u, GRADIENT, array) + from;
-    for (uint32_t r = 0; r < u->ranks; r++) {
-        if (private_address(u, r, array) == 0) inputs[r] = own + u->distances[r];
-        else inputs[r] = reads->bytes + r * reads->room + (from - reads->begin);
+    for (uint32_t s = 0; s < summands_of(u); s++) {
+        if (private_address(u, s, array) == 0) inputs[s] = mapped_address(u, s, array) + from;
+        else inputs[s] = reads->bytes + s * reads->room + (from - reads->begin);
     }
 }
 
-const void *summed_gradients(const update_part *part, uint32_t array, uint64_t first,
-                             uint64_t count, uint64_t end) {
+static tree_shape shape_of(const plc_tree_sum *tree) {
+    return (tree_shape){tree->nodes, tree->adds, tree->divisor};
+}
+
+bool is_valid_tree(const plc_update *u) {
+    const tree_shape shape = shape_of(u->tree);
+    if (u->comm == NULL) return false;
+    for (uint32_t n = 0; n < u->tree->nodes; n++)
+        if (u->tree->owners[n] >= u->comm->ranks) return false;
+    return is_tree(&shape);
+}
+
+static void add_ranks(const update_part *part, const void **inputs, uint64_t count,
+                      uint32_t dtype) {
     const plc_update *u = part->update;
-    const uint32_t dtype = dtype_of(u, array);
-    const uint64_t bytes = plc_element_bytes(dtype), from = first * bytes;
-    if (u->ranks == 0) return (const char *)address(u, GRADIENT, array) + from;
-    const void *inputs[PLC_MAX_RANKS];
     double factor;
-    if (part->reads != NULL && read_gradients(part, array, from, end * bytes) != PLC_OK)
-        return NULL;
-    find_gradients(part, array, from, inputs);
     if (is_uniform(u, &factor)) {
         reduce_block(part->block, inputs, u->ranks, count, dtype, PLC_PREMUL_SUM, factor);
-        return part->block;
+        return;
     }
     for (uint32_t r = 0; r < u->ranks; r++) {
         void *scaled = part->block + (1 + (uint64_t)r) * BLOCK_BYTES;
@@ -84,20 +107,40 @@ const void *summed_gradients(const update_part *part, uint32_t array, uint64_t f
         inputs[r] = scaled;
     }
     reduce_block(part->block, inputs, u->ranks, count, dtype, PLC_SUM, 1.0);
+}
+
+const void *summed_gradients(const update_part *part, uint32_t array, uint64_t first,
+                             uint64_t count, uint64_t end) {
+    const plc_update *u = part->update;
+    const uint32_t dtype = dtype_of(u, array);
+    const uint64_t bytes = plc_element_bytes(dtype), from = first * bytes;
+    if (!is_summed(u)) return (const char *)address(u, GRADIENT, array) + from;
+    const void *inputs[summands_of(u)];
+    if (part->reads != NULL && read_gradients(part, array, from, end * bytes) != PLC_OK)
+        return NULL;
+    find_gradients(part, array, from, inputs);
+    if (u->tree != NULL) {
+        const tree_shape shape = shape_of(u->tree);
+        average_nodes(&shape, dtype, (const unsigned char *const *)inputs, count, part->block);
+    } else {
+        add_ranks(part, inputs, count, dtype);
+    }
     return part->block;
 }
 
 /* A thread's room: for the sum, and for what each rank brings if that is scaled first. */
 static uint64_t block_bytes(const plc_update *u) {
     double factor;
-    if (u->ranks == 0) return 0;
+    if (!is_summed(u)) return 0;
+    if (u->tree != NULL) return BLOCK_BYTES;
     return BLOCK_BYTES * (is_uniform(u, &factor) ? 1 : 1 + (uint64_t)u->ranks);
 }
 
-/* Of what is read of each rank's own memory. */
+/* Of what is read of each summand in another rank's own memory. */
 static uint64_t read_room(const plc_update *u) {
-    if (u->comm == NULL || u->ranks < 2) return 0;
-    return MAX(READ_BYTES / (u->ranks - 1) / BLOCK_BYTES, 1u) * BLOCK_BYTES;
+    uint32_t summands = summands_of(u);
+    if (u->comm == NULL || (u->tree == NULL && summands < 2)) return 0;
+    return MAX(READ_BYTES / MAX(summands - 1, 1u) / BLOCK_BYTES, 1u) * BLOCK_BYTES;
 }
 
 static void *run_thread(void *argument) {
@@ -126,7 +169,7 @@ int run_part(const update_part *pass, uint64_t units) {
     const uint32_t most = journal == NULL ? MAX_THREADS : PLC_JOURNAL_SLOTS;
     const uint32_t threads = MAX(1u, MIN(u->threads, most));
     const uint64_t first = units * u->part / u->parts, end = units * (u->part + 1) / u->parts;
-    const uint64_t sums = block_bytes(u), reads = read_room(u), room = sums + reads * u->ranks;
+    const uint64_t sums = block_bytes(u), reads = read_room(u), room = sums + reads * summands_of(u);
     unsigned char *blocks = room == 0 ? NULL : aligned_alloc(CACHE_LINE, room * threads);
     if (room > 0 && blocks == NULL) return PLC_SYSTEM;
     if (u->comm != NULL && !comm_enter(u->comm)) {

@@ -279,6 +279,18 @@ typedef enum { PLC_SGD, PLC_ADAM, PLC_ADAGRAD, PLC_RULES } plc_rule;
 #define PLC_AMSGRAD 4u         /* PLC_ADAM */
 #define PLC_DECOUPLED_DECAY 8u /* PLC_ADAM: the weights decay, not the gradient: AdamW */
 
+/* Gradients of which ranks hold sums over some nodes of a tree (see plc_tree_average), and an update
+ * needs the root, divided. Every rank reads those of the others in their own memory. */
+typedef struct {
+    uint32_t nodes;
+    const uint32_t *owners; /* ranks of the update's `comm` */
+    const uint32_t *adds;
+    uint64_t divisor;
+    /* That of array i of node n is at addresses[n * stride + i] in the memory of its owner. */
+    const uint64_t *addresses;
+    uint64_t stride;
+} plc_tree_sum;
+
 /* What an array is: its plc_dtype, and: */
 #define PLC_DTYPE_MASK 0xffu
 #define PLC_FIRST_UPDATE 0x100u /* PLC_SGD: there is no momentum yet */
@@ -316,6 +328,9 @@ typedef struct {
     const uint32_t *members;
     const uint64_t *private_addresses;
     uint64_t private_stride;
+    /* Instead of all that: the gradient is the root of a tree, for arrays of PLC_F32 and PLC_F64.
+     * NULL: it is not. `comm` is given. */
+    const plc_tree_sum *tree;
     void *journal; /* this rank's, if others make parts of the update as well; or NULL */
 } plc_update;
 /* Update the parameters and the state, and count the step. Parts end at multiples of 64 bytes from

@@ -173,7 +173,21 @@ class Update(C.Structure):
         ("members", C.c_void_p),
         ("private_addresses", C.c_void_p),
         ("private_stride", C.c_uint64),
+        ("tree", C.c_void_p),
         ("journal", C.c_void_p),
+    ]
+
+
+class TreeSum(C.Structure):
+    """`plc_tree_sum`: gradients of which ranks hold the nodes of a tree."""
+
+    _fields_ = [
+        ("nodes", C.c_uint32),
+        ("owners", C.c_void_p),
+        ("adds", C.c_void_p),
+        ("divisor", C.c_uint64),
+        ("addresses", C.c_void_p),
+        ("stride", C.c_uint64),
     ]
 
 

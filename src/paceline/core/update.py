@@ -24,6 +24,7 @@ __all__ = [
     "Option",
     "PrivateGradients",
     "Rule",
+    "TreeGradients",
 ]
 
 STATE_ARRAYS = 3
@@ -62,6 +63,23 @@ class PrivateGradients:
 
     comm: Communicator
     ranks: tuple[int, ...]  # those whose gradients are summed, in this order
+    addresses: int
+    stride: int
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeGradients:
+    """Gradients of which ranks hold sums over the nodes of a tree, in their own memory.
+
+    `owners` and `adds` say how the root is made of the nodes (`plc_tree_sum`); it is divided.
+    `addresses` is that of a table in shared memory, with `stride` numbers for each node: where its
+    owner has each array.
+    """
+
+    comm: Communicator
+    owners: array[int]
+    adds: array[int]
+    divisor: int
     addresses: int
     stride: int
 
@@ -106,7 +124,9 @@ class ArrayUpdate:
         self._run, self._square_sums = library.plc_update_arrays, library.plc_square_sums
         self._distances, self._weights = array("q"), array("d")
         self._members = array("I")
-        self._private: PrivateGradients | None = None
+        # Where gradients in other ranks' own memory are, if any are read.
+        self._read: PrivateGradients | TreeGradients | None = None
+        self._tree = abi.TreeSum()
 
     @property
     def most_threads(self) -> int:
@@ -126,14 +146,29 @@ class ArrayUpdate:
         self.numbers.ranks = len(self._distances)
         self.numbers.distances = self._distances.buffer_info()[0]
         self.numbers.weights = self._weights.buffer_info()[0]
-        self._private = private
-        self.numbers.comm = None
+        self._read = private
+        self.numbers.comm, self.numbers.tree = None, None
         if private is not None:
             self._members = array("I", private.ranks)
             self.numbers.comm = private.comm.handle
             self.numbers.members = self._members.buffer_info()[0]
             self.numbers.private_addresses = private.addresses
             self.numbers.private_stride = private.stride
+
+    def sum_over_tree(self, gradients: TreeGradients) -> None:
+        """From now on the gradient is the root of a tree, made of the nodes that ranks hold."""
+        self.sum_over_ranks((), ())
+        self._read = gradients
+        self.numbers.comm = gradients.comm.handle
+        self._tree = abi.TreeSum(
+            len(gradients.owners),
+            gradients.owners.buffer_info()[0],
+            gradients.adds.buffer_info()[0],
+            gradients.divisor,
+            gradients.addresses,
+            gradients.stride,
+        )
+        self.numbers.tree = C.addressof(self._tree)
 
     def make_part(self, part: int, parts: int, journal: int) -> None:
         """From now on a step is one part of the update, of so many; others make the rest in the
@@ -164,8 +199,8 @@ class ArrayUpdate:
         self._check(self._square_sums(self._reference, out))
 
     def _check(self, status: int) -> None:
-        if self._private is not None and status not in (Status.OK, Status.INVALID):
-            raise self._private.comm.error(status, Kind.ALLREDUCE)
+        if self._read is not None and status not in (Status.OK, Status.INVALID):
+            raise self._read.comm.error(status, Kind.ALLREDUCE)
         if status == Status.SYSTEM:
             raise NativeError("no memory for the sums of an optimizer's step")
         assert status == Status.OK, f"the core refused to update types {sorted(set(self._kinds))}"

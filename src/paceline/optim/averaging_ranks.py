@@ -6,28 +6,56 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
-import torch.distributed as dist
+from torch.optim import Optimizer
 
 from paceline.core.communicator import Communicator
-from paceline.ddp import DistributedDataParallel
 from paceline.ddp.consistency import SmallGathers
 from paceline.ddp.failures import StepHistory
-from paceline.ddp.reducer import Reducer
-from paceline.ddp.step_partners import StepPartner, models_of
+from paceline.ddp.step_partners import StepPartner
 from paceline.ddp.step_partners import registrations as registered_models
-from paceline.errors import ConfigError
+from paceline.optim.parameter_table import GradientArrays, ParameterTable
+
+if TYPE_CHECKING:
+    from paceline.optim.shared_step import SharedStep
 
 __all__ = [
     "AveragingRanks",
-    "ModelRanks",
+    "StepSums",
     "enter_loop",
-    "find_ranks",
     "leave_loop",
+    "loops_of",
     "registrations",
 ]
+
+
+class StepSums(Protocol):
+    """The sums over ranks that an optimizer takes in its steps, with one_pass=True."""
+
+    goes_with: SharedStep
+
+    @property
+    def are_left(self) -> bool:
+        """Whether gradients have been left to the next step, or may be at any time."""
+
+    def __contains__(self, parameter: torch.Tensor) -> bool: ...
+
+    def place(self) -> None:
+        """Gradients that were put elsewhere since backward go where peers find them."""
+
+    def prepare(
+        self,
+        present: Sequence[int],
+        tables: Sequence[tuple[ParameterTable, GradientArrays]],
+    ) -> bytes:
+        """Let these tables sum over the ranks that are present; what that means, for
+        comparison.
+        """
+
+    def forget_gradients(self) -> None:
+        """They were zeroed."""
 
 
 class AveragingRanks(Protocol):
@@ -54,6 +82,10 @@ class AveragingRanks(Protocol):
         """The class of the model, for messages."""
 
     @property
+    def have_loops(self) -> bool:
+        """Whether they average in a loop only, and may do so again in the next one."""
+
+    @property
     def are_ready(self) -> bool:
         """Whether all of them have averaged the gradients that are there, so that all will come to
         share parameters.
@@ -68,6 +100,11 @@ class AveragingRanks(Protocol):
     def has_local_gradients(self, averages_used: int) -> bool:
         """Whether gradients may differ between ranks. `averages_used`: how often they had averaged
         when they made the last step.
+        """
+
+    def leave_sums(self, shared: SharedStep, optimizer: Optimizer) -> StepSums | None:
+        """From now on leave sums to the steps of this optimizer, whose parameters are shared. All
+        ranks call it after a step. None if that cannot be, or not yet.
         """
 
     def why_not_shared(self, asked_for: str) -> str:
@@ -103,90 +140,11 @@ def leave_loop(ranks: AveragingRanks) -> None:
 
 
 def registrations() -> int:
-    """As long as this number is the same, `find_ranks` finds none that it has not found before."""
+    """As long as this number is the same, there are no ranks that were not there before."""
     return registered_models() + _loops.entered
 
 
-def find_ranks(parameters: Sequence[torch.Tensor]) -> AveragingRanks | None:
-    """The ranks that average the gradients of these parameters, and did so last; None if there are
-    none, or but one process.
-
-    The last ones: a model that was dropped may not be gone yet, on some of the ranks.
-    """
+def loops_of(parameters: Sequence[torch.Tensor]) -> list[AveragingRanks]:
+    """The ranks of trainings in their loops that average gradients of some of these parameters."""
     wanted = {id(parameter) for parameter in parameters}
-    found: list[AveragingRanks] = [ranks for ranks in _loops.ranks if wanted & ranks.names.keys()]
-    found += [ModelRanks(m) for m in models_of(parameters) if m.process_group.size() > 1]
-    return max(found, key=lambda ranks: ranks.history.last_average, default=None)
-
-
-class ModelRanks:
-    """The ranks of a `DistributedDataParallel`."""
-
-    def __init__(self, model: DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
-
-    @property
-    def model(self) -> DistributedDataParallel:
-        model = self._model()
-        if model is None:
-            raise ConfigError(
-                "the DistributedDataParallel whose parameters this optimizer shares is gone; make "
-                "a new optimizer"
-            )
-        return model
-
-    @property
-    def history(self) -> StepHistory:
-        return self.model.reducer.history
-
-    @property
-    def shared_memory(self) -> Communicator | None:
-        return self.model.shared_memory
-
-    @property
-    def gathers(self) -> SmallGathers:
-        return self._reducer.transport
-
-    @property
-    def names(self) -> Mapping[int, str]:
-        return {id(entry.parameter): entry.name for entry in self._reducer.managed}
-
-    @property
-    def model_name(self) -> str:
-        return type(self.model.module).__name__
-
-    @property
-    def are_ready(self) -> bool:
-        reducer = self.model.reducer
-        return bool(reducer.history.steps and not (reducer.history.absent or reducer.window.open))
-
-    def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
-        return isinstance(self.model.reducer, Reducer) and self.names.keys() <= set(
-            map(id, parameters)
-        )
-
-    def has_local_gradients(self, averages_used: int) -> bool:
-        # A backward inside `no_sync()` came after the average, or there was none.
-        reducer = self.model.reducer
-        return reducer.window.open or reducer.history.steps == averages_used
-
-    def why_not_shared(self, asked_for: str) -> str:
-        return (
-            f"{asked_for} needs a model whose gradients are averaged in shared memory, and this "
-            f"{self.model_name}'s are not (backend "
-            f"{dist.get_backend(self.model.process_group)!r}): all ranks on one host, backend "
-            "'paceline', parameters on the CPU, no sparse gradients, no communication hook, no "
-            f"mixed precision. Leave {asked_for} out"
-        )
-
-    def add_partner(self, partner: StepPartner) -> None:
-        self.model.step_partners.add(partner)
-
-    def raise_failure(self) -> None:
-        self._reducer.participate_without_data(lambda _signals: None)
-
-    @property
-    def _reducer(self) -> Reducer:
-        reducer = self.model.reducer
-        assert isinstance(reducer, Reducer)
-        return reducer
+    return [ranks for ranks in _loops.ranks if wanted & ranks.names.keys()]

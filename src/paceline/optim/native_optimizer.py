@@ -30,7 +30,7 @@ from paceline.core.abi import Update, native_status
 from paceline.core.update import Option
 from paceline.ddp.deferred_sum import DeferredSum
 from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
-from paceline.optim.averaging_ranks import AveragingRanks, ModelRanks, find_ranks, registrations
+from paceline.optim.averaging_ranks import AveragingRanks, StepSums, registrations
 from paceline.optim.divided_step import DividedStep, find_model_to_divide, why_not_summed
 from paceline.optim.gradient_norm import (
     check_max_norm,
@@ -40,7 +40,8 @@ from paceline.optim.gradient_norm import (
     total_of,
 )
 from paceline.optim.interrupted_step import InterruptedStep, UpdatedArray, record_parts
-from paceline.optim.one_pass import OnePass, say_what_grad_holds
+from paceline.optim.model_ranks import find_ranks
+from paceline.optim.one_pass import say_what_grad_holds
 from paceline.optim.parameter_table import (
     GradientArrays,
     ParameterTable,
@@ -115,7 +116,7 @@ class NativeOptimizer(torch.optim.Optimizer):
     _wants_one_pass: bool
     _max_norm: float | None
     _shared: SharedStep | None
-    _one_pass: OnePass | None
+    _one_pass: StepSums | None
     _exchange: StepExchange | None
     _interrupted: InterruptedStep | None
     # Where the state is divided: gradients that backward leaves to the step, and whose.
@@ -407,14 +408,14 @@ class NativeOptimizer(torch.optim.Optimizer):
     def _separate(self, reason: str) -> None:
         """Each rank has parameters and state of its own again."""
         assert self._release is not None
-        if self._one_pass is not None:
+        if self._one_pass is not None and self._one_pass.are_left:
             raise ConfigError(
                 f"one_pass=True cannot sum gradients in shared memory any more: {reason}. Make a "
                 "new optimizer"
             )
         _logger.info("each rank keeps parameters and optimizer state of its own now: %s", reason)
         self._release()
-        self._shared, self._release, self._exchange = None, None, None
+        self._shared, self._release, self._exchange, self._one_pass = None, None, None, None
         self._seen_models = registrations()
         self._tables.clear()
 
@@ -597,16 +598,11 @@ class NativeOptimizer(torch.optim.Optimizer):
         """
         if self._one_pass is not None and self._one_pass.goes_with is shared:
             return
-        if not isinstance(shared.ranks, ModelRanks):
-            return  # a training hands out sums only
-        model = shared.ranks.model
-        # All ranks have to be here, and backward must be over.
-        if model.reducer.history.absent or model.reducer.in_backward:
-            return
-        parameters = [p for group in self.param_groups for p in group["params"] if p in shared]
-        deferred = DeferredSum(parameters, self)
-        replaces = self._one_pass is not None
-        self._one_pass = OnePass(shared, model, deferred, type(self).__name__, replaces=replaces)
+        sums = shared.ranks.leave_sums(shared, self)
+        if sums is not None and self._one_pass is None:
+            whose = "training" if shared.ranks.have_loops else "model"
+            say_what_grad_holds(shared.comm.rank, type(self).__name__, whose)
+        self._one_pass = sums or self._one_pass
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's."""
@@ -752,7 +748,8 @@ class NativeOptimizer(torch.optim.Optimizer):
         self._summed_by = divided
         divided.model.defer_sums(self._deferred)
         if is_first:
-            say_what_grad_holds(divided.model, type(self).__name__)
+            rank = divided.model.process_group.rank()
+            say_what_grad_holds(rank, type(self).__name__, "model")
 
     # ----------------------------------------------------------------------------- torch's own code
 

@@ -46,20 +46,16 @@ class OnePass:
         shared: SharedStep,
         model: DistributedDataParallel,
         deferred: DeferredSum,
-        name: str,
-        *,
-        replaces: bool,
     ) -> None:
-        """Made by all ranks together, after a step of the model. `shared` has the parameters;
-        `replaces`: there was one before, of the same optimizer.
-        """
+        """Made by all ranks together, after a step of the model. `shared` has the parameters."""
         self.goes_with = shared
         self._deferred = deferred
         self._addresses = _AddressTable(shared.comm, len(deferred))
         self._model = weakref.ref(model)
         model.defer_sums(deferred)
-        if not replaces:
-            say_what_grad_holds(model, name)
+
+    # Backward may leave them at any time.
+    are_left = True
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._deferred
@@ -108,13 +104,14 @@ class OnePass:
         return model.reducer
 
 
-def say_what_grad_holds(model: DistributedDataParallel, name: str) -> None:
+def say_what_grad_holds(rank: int, optimizer: str, whose: str) -> None:
     """Once for all ranks: `.grad` is not what it was."""
-    if model.process_group.rank() == 0:
+    if rank == 0:
         _logger.info(
-            "%s(one_pass=True): from now on backward leaves each rank's own gradient in .grad, "
-            "and the step sums them; model.averaged_gradients() gives the average.",
-            name,
+            "%s(one_pass=True): from now on .grad is each rank's own gradient, and the step sums "
+            "them; %s.averaged_gradients() gives the average.",
+            optimizer,
+            whose,
         )
 
 

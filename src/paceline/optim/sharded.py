@@ -20,8 +20,9 @@ import torch
 from torch.autograd.graph import increment_version
 
 from paceline.errors import ConfigError, GroupError, MismatchError, NativeError
-from paceline.optim.averaging_ranks import AveragingRanks, find_ranks, registrations
+from paceline.optim.averaging_ranks import AveragingRanks, registrations
 from paceline.optim.interrupted_step import InterruptedStep, record_whole
+from paceline.optim.model_ranks import find_ranks
 from paceline.optim.parameter_table import is_shareable
 from paceline.optim.shared_state import SharedState
 from paceline.optim.shared_step import (

@@ -44,7 +44,7 @@ from paceline.core.shared_memory import open_with_private_view, sums_over
 from paceline.core.update import ArrayUpdate
 from paceline.ddp.consistency import check_same_model, describe
 from paceline.errors import ConfigError, MismatchError
-from paceline.optim.averaging_ranks import AveragingRanks, ModelRanks
+from paceline.optim.averaging_ranks import AveragingRanks
 from paceline.optim.replica_view import ReplicaView, can_be_moved, lay_out
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import WaitLabel
@@ -420,7 +420,7 @@ class SharedStep:
         """Whether the loop of a training in which this was shared is over: the next one may share
         anew.
         """
-        return self.is_cut_off and not isinstance(self.ranks, ModelRanks)
+        return self.is_cut_off and self.ranks.have_loops
 
     @property
     def is_disturbed(self) -> bool:

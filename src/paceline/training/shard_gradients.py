@@ -38,8 +38,8 @@ class ShardGradients:
         self._parameters, self._set = parameters.parameters, parameters
         # Those of passes before, to which this one's are added: accumulation.
         self._carried = list(map(_gradient_of, self._parameters))
-        self._carries = any(gradient is not None for gradient in self._carried)
-        self._is_clear = not self._carries
+        self.carries = any(gradient is not None for gradient in self._carried)
+        self._is_clear = not self.carries
         self._tree = TreeSum[Gradients](len(plan.shards), add_gradients)
         self._kinds: set[GradientKinds] = set()
         # The number of the shard that is a node by itself, beside a sibling perhaps.
@@ -111,11 +111,11 @@ class ShardGradients:
         """Leave `.grad` as it was before the pass."""
         for parameter, carried in zip(self._parameters, self._carried, strict=True):
             parameter.grad = carried
-        self._is_clear = not self._carries
+        self._is_clear = not self.carries
 
     def finish(self, means: Gradients) -> None:
         """Set `.grad` from the means over all shards. Uses them up."""
-        if not self._carries and self._set.are_summed_as_they_are:
+        if not self.carries and self._set.are_summed_as_they_are:
             for parameter, mean in zip(self._parameters, means, strict=True):
                 parameter.grad = mean
             return

@@ -25,6 +25,7 @@ from torch import nn
 from paceline.errors import GroupError, MismatchError, NativeError, StepError
 from paceline.training.audit import Audit, Digests, check_audit, digests_of
 from paceline.training.balance import Pace
+from paceline.training.deferred_nodes import DeferredNodes
 from paceline.training.gradient_sums import (
     DENSE,
     SPARSE,
@@ -42,6 +43,7 @@ from paceline.training.shard_cover import counted_nodes, missing_shards
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard, deal
 from paceline.training.shard_random import ShardSeeds, seed_generators
+from paceline.training.training_ranks import TrainingRanks
 from paceline.training.tree_sum import Node, TreeSum, subtrees
 
 __all__ = ["PassResult", "PassSetting", "ShardPass"]
@@ -58,6 +60,8 @@ class PassSetting:
     threads: int
     # Called when the ranks of the exchange are lost; returns if it can be tried again.
     recover: Callable[[GroupError | NativeError], None]
+    # Those that share memory: an optimizer of theirs may take sums in its steps.
+    ranks: TrainingRanks | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,8 @@ class ShardPass:
         self._setting, self._plan, self._seeds = setting, plan, seeds
         self._audit, self._audited = audit, list[Digests]()
         self._step, self._number = step, number
+        if setting.ranks is not None:
+            setting.ranks.average_what_is_left()  # not zeroed since: this pass adds to it
         self._gradients = ShardGradients(setting.parameters, plan)
         self._buffers = ShardBuffers(setting.buffers, plan)
         self._logs: dict[int, MetricLog] = {}
@@ -214,6 +220,7 @@ class ShardPass:
             "sparse": sparse,
             "audited": self._audited,
             "pace": pace,
+            "may_leave_sums": self._deferred is not None,
             "metrics": [[number, log.sums()] for number, log in self._logs.items()],
         }
         return facts, tensors
@@ -262,7 +269,11 @@ class ShardPass:
         nodes = self._nodes(messages)
         try:
             if not kinds.strip(DENSE):
-                return self._average_nodes(self._own_nodes(nodes), nodes, kinds)
+                own, deferred = self._own_nodes(nodes), self._deferred
+                if deferred is not None and all(nodes) and all(m.may_leave_sums for m in messages):
+                    forms = self._setting.parameters.dense_forms(kinds)
+                    return deferred.leave(own, nodes, forms, self._plan)
+                return self._average_nodes(own, nodes, kinds)
             dense = self._average_dense(nodes, kinds)
         except (GroupError, NativeError):
             # The exchange may have used up what it was given.
@@ -270,6 +281,20 @@ class ShardPass:
             raise
         means = {**dense, **self._average_sparse(messages, nodes, kinds)}
         return [means.get(number) for number in range(len(kinds))]
+
+    @property
+    def _deferred(self) -> DeferredNodes | None:
+        """Where sums are left to the next step, as far as this rank knows."""
+        setting = self._setting
+        deferred = None if setting.ranks is None else setting.ranks.deferred
+        if (
+            deferred is None
+            or self._gradients.carries
+            or not setting.parameters.are_summed_as_they_are
+            or not deferred.covers(setting.parameters)
+        ):
+            return None
+        return deferred
 
     def _nodes(self, messages: Sequence[_Message]) -> Sequence[Sequence[Node]]:
         """The nodes that count, by rank."""
@@ -346,6 +371,7 @@ class _Message:
         self.loose: int | None = facts.get("loose")
         self.metrics = dict(facts.get("metrics", []))
         self.audited: list[Digests] = facts.get("audited", [])
+        self.may_leave_sums: bool = facts.get("may_leave_sums", False)
         self.pace = Pace(*facts.get("pace", (None, 0.0)))
         following = iter(tensors)
         self.buffers = {

@@ -31,7 +31,7 @@ from paceline.training.shard_plan import BatchPlan
 from paceline.training.tree_sum import HeldNode, Node, additions
 from paceline.training.work_sharing import WorkSharing
 
-__all__ = ["SharedExchange"]
+__all__ = ["SharedExchange", "TreeOrder"]
 
 _ALIGNMENT = 64
 _MESSAGES, _GRADIENTS = 0, 1  # buckets: where ranks meet, and what gradients pass through
@@ -61,7 +61,7 @@ class SharedExchange:
         self._label = WaitLabel(_NAME, "", group_number(_NAME), tuple(self.comm.names)).packed()
         self._meetings = 0
         self._open(_FIRST_MESSAGE_BYTES)
-        self._orders: dict[tuple[int, tuple[tuple[Node, ...], ...]], _Order] = {}
+        self._orders: dict[tuple[int, tuple[tuple[Node, ...], ...]], TreeOrder] = {}
         self._rows: tuple[Forms, list[_Row]] = ((), [])
 
     @staticmethod
@@ -124,21 +124,22 @@ class SharedExchange:
         rows = self._rows_of(forms)
         if not all(row.is_on_host for row in rows):
             return self._of_devices.average_nodes(own, nodes, forms, plan)
-        order = self._order(nodes, len(plan.shards))
+        order = self.order(nodes, len(plan.shards))
         held = [own[node] for node in order.own]
         total: Gradients = [None] * len(forms)
         for row in rows:
             row.average(self._arena, order, held, plan.total_weight, total)
         return total
 
-    def _order(self, nodes: Sequence[Sequence[Node]], leaves: int) -> _Order:
+    def order(self, nodes: Sequence[Sequence[Node]], leaves: int) -> TreeOrder:
+        """In which order the nodes of all ranks are added."""
         # The same in nearly every pass; as many as there are deals.
         key = (leaves, tuple(map(tuple, nodes)))
         order = self._orders.get(key)
         if order is None:
             if len(self._orders) >= _MOST_ORDERS:
                 self._orders.clear()
-            order = self._orders[key] = _Order(additions(nodes, leaves), self.rank)
+            order = self._orders[key] = TreeOrder(additions(nodes, leaves), self.rank)
         return order
 
     def _rows_of(self, forms: Forms) -> list[_Row]:
@@ -155,13 +156,14 @@ class SharedExchange:
 _MOST_ORDERS = 256
 
 
-class _Order:
+class TreeOrder:
     """In which order the nodes of all ranks are added. `own` has those of this rank, in the order
-    of the leaves below them.
+    of the leaves below them; `own_positions` says which of all nodes they are.
     """
 
     def __init__(self, held: Sequence[HeldNode], rank: int) -> None:
         self.own = [each.node for each in held if each.owner == rank]
+        self.own_positions = [i for i, each in enumerate(held) if each.owner == rank]
         self.owners = array("I", [each.owner for each in held])
         self.adds = array("I", [each.adds for each in held])
 
@@ -183,7 +185,7 @@ class _Row:
     def average(
         self,
         arena: BucketArena,
-        order: _Order,
+        order: TreeOrder,
         held: Sequence[Gradients],
         divisor: int,
         total: Gradients,

@@ -167,7 +167,14 @@ class Training:
         # Not in an elastic job: a rank that is killed in a step would leave parameters that the
         # others have as well half stepped.
         self._ranks = (
-            TrainingRanks(self._exchange, model, self._optimizers.values())
+            TrainingRanks(
+                self._exchange,
+                model,
+                self._optimizers.values(),
+                shards=shards,
+                # A GradScaler looks for overflows in sums, before the step.
+                may_leave_sums=not _has_scaler(self._state),
+            )
             if isinstance(self._exchange, SharedExchange)
             else None
         )
@@ -294,8 +301,10 @@ class Training:
                 self._batch.close()
                 self._batch = None
                 if self._end_batch():
-                    return
-            self._epoch_done = True
+                    break
+            else:
+                self._epoch_done = True
+            self._average_what_is_left()
 
     def _find_parameters(self) -> None:
         self._parameters = ParameterSet(self.model)
@@ -310,6 +319,7 @@ class Training:
             self._exchange,
             self.threads,
             _raise if self._generations is None else self._generations.recover,
+            self._ranks,
         )
 
     def _leave_batches(self) -> None:
@@ -346,9 +356,11 @@ class Training:
 
     def _end_batch(self) -> bool:
         """Between two batches; True if training is to stop."""
-        generations = self._generations
-        if (path := os.environ.get(DIGESTS)) and self._exchange.rank == 0:
-            append_line(path, self.digest())
+        generations, digests = self._generations, os.environ.get(DIGESTS)
+        if digests or self._saves is not None:
+            self._average_what_is_left()  # gradients are part of the state
+        if digests and self._exchange.rank == 0:
+            append_line(digests, self.digest())
         is_last = self._batches_done == len(self._sampler) > 1
         if generations is not None and not generations.end_batch(self._step, is_last=is_last):
             self._stopping = True
@@ -362,6 +374,25 @@ class Training:
     def _place(self) -> tuple[int, int, int]:
         done = self._epoch_done
         return self._step, self._epoch + done, 0 if done else self._batches_done
+
+    def _average_what_is_left(self) -> None:
+        if self._ranks is not None:
+            self._ranks.average_what_is_left()
+
+    def averaged_gradients(self) -> dict[str, torch.Tensor]:
+        """A copy of every gradient's mean over the global batch, by the parameter's name. To be
+        called on every rank, after the loop over `batch.shards()`.
+
+        Where an optimizer with one_pass=True takes the sum in its step, `.grad` is a part of this
+        rank's gradient until then; from here on it is the mean. Elsewhere it is that anyway.
+        """
+        self._check_not_in_shards("training.averaged_gradients() was called")
+        self._average_what_is_left()
+        return {
+            name: parameter.grad.detach().clone()
+            for name, parameter in self.model.named_parameters()
+            if parameter.grad is not None
+        }
 
     def _begin_next_epoch(self) -> None:
         self._epoch, self._batches_done, self._epoch_done = self._epoch + 1, 0, False
@@ -447,6 +478,7 @@ class Training:
             StepError: this is inside the loop over `batch.shards()`.
         """
         self._check_not_in_shards("training.state_dict() was called")
+        self._refuse_left_sums()
         step, epoch, batch = self._place
         model = self.model.state_dict()
         return {
@@ -471,6 +503,16 @@ class Training:
                 if parameter.grad is not None
             },
         }
+
+    def _refuse_left_sums(self) -> None:
+        deferred = None if self._ranks is None else self._ranks.deferred
+        if deferred is not None and deferred.are_left:
+            raise StepError(
+                "training.state_dict() was called between the loop over batch.shards() and "
+                "optimizer.zero_grad(), where gradients are part of the state, but with "
+                "one_pass=True each rank has its own: call optimizer.zero_grad(), or "
+                "training.averaged_gradients() on every rank, first"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any], strict: bool | None = None) -> None:
         """Go on from a saved state, saved on any number of ranks.
@@ -539,6 +581,8 @@ class Training:
             for buffer in named_buffers(self.model):
                 if buffer.name in state["buffers"]:
                     buffer.current.copy_(state["buffers"][buffer.name])
+        if self._ranks is not None and self._ranks.deferred is not None:
+            self._ranks.deferred.forget_gradients()
         for name, parameter in self.model.named_parameters():
             gradient = state["gradients"].get(name)
             # Sparse tensors are copied as they are; a dense one gets the parameter's layout.
@@ -724,6 +768,10 @@ def _prepare_scalers(state: Mapping[str, Any], model: nn.Module) -> None:
     for each in state.values():
         if isinstance(each, torch.amp.GradScaler) and parameter is not None:
             each.scale(torch.zeros((), device=parameter.device))
+
+
+def _has_scaler(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(each, torch.amp.GradScaler) for each in state.values())
 
 
 def _raise(error: Exception) -> None:

@@ -18,6 +18,8 @@ from paceline.ddp.failures import StepHistory
 from paceline.ddp.step_partners import StepPartner
 from paceline.errors import StepError
 from paceline.optim.averaging_ranks import enter_loop, leave_loop
+from paceline.optim.shared_step import SharedStep
+from paceline.training.deferred_nodes import DeferredNodes
 from paceline.training.parameter_set import ParameterSet
 from paceline.training.shared_exchange import SharedExchange
 
@@ -31,14 +33,27 @@ class TrainingRanks:
         exchange: between them.
         model: what is trained.
         optimizers: those of the training; every rank steps each of them.
+        shards: how many there are in a global batch.
+        may_leave_sums: whether sums may be left to the steps of an optimizer that takes them.
     """
 
+    have_loops = True
+
     def __init__(
-        self, exchange: SharedExchange, model: nn.Module, optimizers: Iterable[Optimizer]
+        self,
+        exchange: SharedExchange,
+        model: nn.Module,
+        optimizers: Iterable[Optimizer],
+        *,
+        shards: int,
+        may_leave_sums: bool,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._shards = exchange, shards
+        self._may_leave_sums = may_leave_sums and exchange.comm.reads_directly
         self._is_in_loop = False
         self._optimizers = list(optimizers)
+        self._parameters = ParameterSet(model)
+        self._deferred: DeferredNodes | None = None
         self.names: Mapping[int, str] = {}
         self.model_name = type(model).__name__
         self.history = StepHistory()
@@ -46,6 +61,7 @@ class TrainingRanks:
 
     def enter_loop(self, parameters: ParameterSet) -> None:
         """The loop over batches begins, or goes on with other parameters."""
+        self._parameters = parameters
         self.names = {
             id(parameter): name
             for name, parameter in zip(parameters.names, parameters.parameters, strict=True)
@@ -61,6 +77,17 @@ class TrainingRanks:
     def count_pass(self) -> None:
         """The gradient of a global batch is complete."""
         self.history.step_averaged()
+
+    @property
+    def deferred(self) -> DeferredNodes | None:
+        """What passes leave to the steps of an optimizer, as long as that shares parameters."""
+        deferred = self._deferred
+        return None if deferred is None or deferred.goes_with.is_released else deferred
+
+    def average_what_is_left(self) -> None:
+        """Let `.grad` be means, where sums were left to a step; all ranks call it."""
+        if self._deferred is not None:
+            self._deferred.average()
 
     # --- for optimizers: `AveragingRanks` ---------------------------------------------------------
 
@@ -81,6 +108,15 @@ class TrainingRanks:
 
     def has_local_gradients(self, averages_used: int) -> bool:
         return False
+
+    def leave_sums(self, shared: SharedStep, optimizer: Optimizer) -> DeferredNodes | None:
+        if not self._may_leave_sums or not all(p in shared for p in self._parameters.parameters):
+            return None
+        if self._deferred is not None and self._deferred.covers(self._parameters):
+            self._deferred.goes_with = shared
+        else:
+            self._deferred = DeferredNodes(self._exchange, self._parameters, self._shards, shared)
+        return self._deferred
 
     def why_not_shared(self, asked_for: str) -> str:
         return (

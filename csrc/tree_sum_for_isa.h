@@ -1,4 +1,4 @@
-/* Included once per instruction set (for_each_isa.h): the loops of tree_average.c. */
+/* Included once per instruction set (for_each_isa.h): the loops of tree_sum.c. */
 
 /* Of two NaN the right one's bits remain, as in torch's own sums: the compiler may exchange the
  * operands of a plain addition. */
