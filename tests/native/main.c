@@ -21,6 +21,7 @@ static const scenario scenarios[] = {
     SCENARIO(digests),
     SCENARIO(updates),
     SCENARIO(sums),
+    SCENARIO(tree_sums),
     SCENARIO(meetings),
     SCENARIO(claims),
     SCENARIO(mismatch),

@@ -23,6 +23,7 @@ void digests(uint64_t seed);
 /* updates.c */
 void updates(uint64_t seed);
 void sums(uint64_t seed);
+void tree_sums(uint64_t seed);
 void meetings(uint64_t seed);
 void claims(uint64_t seed);
 

@@ -29,7 +29,7 @@ SCENARIOS = re.findall(
     r"SCENARIO\((\w+)\)", (HERE / "main.c").read_text().partition("scenarios[]")[2]
 )
 # qemu has no process_vm_readv, with which ranks read each other's memory.
-NOT_EMULATED = {"direct"}
+NOT_EMULATED = {"direct", "tree_sums"}
 
 
 @pytest.fixture(autouse=True)

@@ -214,6 +214,73 @@ void meetings(uint64_t seed) {
     end_world(&w);
 }
 
+/* --- gradients of which ranks hold the nodes of a tree ----------------------------------------- */
+enum { LEAVES = 8, STEPS = 20, LONG = 3 * (int)PLC_NORM_BLOCK_BYTES / 8 + 5, SHORT = 3 };
+
+typedef struct {
+    uint64_t addresses[LEAVES][2]; /* of each node's two arrays */
+    double longer[LONG], shorter[SHORT];
+} tree_update;
+
+static double leaf(uint64_t seed, uint32_t n, uint64_t i) {
+    uint64_t state = seed + n * 1000003ull + i;
+    return (double)below(&state, 1000);
+}
+
+static void sum_trees(rank_thread *self) {
+    static const uint32_t adds[LEAVES] = {0, 1, 0, 2, 0, 1, 0, 3};
+    tree_update *shared = self->in->shared;
+    uint64_t addresses[2 * ROWS] = {(uint64_t)(uintptr_t)shared->longer,
+                                    (uint64_t)(uintptr_t)shared->shorter};
+    uint64_t counts[2] = {LONG, SHORT};
+    uint32_t kinds[2] = {PLC_F64, PLC_F64}, owners[LEAVES];
+    for (uint32_t step = 0; step < STEPS; step++) {
+        uint64_t seed = next_random(&self->seed);
+        double *held[LEAVES] = {NULL};
+        for (uint32_t n = 0; n < LEAVES; n++) {
+            uint64_t state = seed + n;
+            owners[n] = (uint32_t)below(&state, self->ranks);
+            if (owners[n] != self->rank) continue;
+            held[n] = malloc(8 * (LONG + SHORT));
+            CHECK(held[n] != NULL, "no memory");
+            for (uint64_t i = 0; i < LONG + SHORT; i++) held[n][i] = leaf(seed, n, i);
+            shared->addresses[n][0] = (uint64_t)(uintptr_t)held[n];
+            shared->addresses[n][1] = (uint64_t)(uintptr_t)(held[n] + LONG);
+        }
+        if (self->rank == 0) memset(shared->longer, 0, sizeof shared->longer);
+        if (self->rank == 0) memset(shared->shorter, 0, sizeof shared->shorter);
+        plc_tree_sum tree = {.nodes = LEAVES, .owners = owners, .adds = adds, .divisor = 4,
+                             .addresses = &shared->addresses[0][0], .stride = 2};
+        plc_update u = {.rule = PLC_SGD, .lr = 1, .grad_scale = 1, .clip = 1, .part = self->rank,
+                        .parts = self->ranks, .threads = 1 + step % 3, .arrays = 2,
+                        .addresses = addresses, .counts = counts, .kinds = kinds,
+                        .comm = self->comm, .tree = &tree};
+        CHECK_STATUS(PLC_OK, barrier(self));
+        CHECK_STATUS(PLC_OK, plc_update_arrays(&u));
+        CHECK_STATUS(PLC_OK, barrier(self));
+        for (uint64_t i = 0; i < LONG + SHORT; i++) {
+            double sum = 0, found = i < LONG ? shared->longer[i] : shared->shorter[i - LONG];
+            for (uint32_t n = 0; n < LEAVES; n++) sum += leaf(seed, n, i);
+            CHECK(found == -sum / 4, "%g instead of %g at %lu", found, -sum / 4, (unsigned long)i);
+        }
+        kinds[1] = PLC_F16; /* has no sum in this order */
+        CHECK_STATUS(PLC_INVALID, plc_update_arrays(&u));
+        kinds[1] = PLC_F64, tree.divisor = 0;
+        CHECK_STATUS(PLC_INVALID, plc_update_arrays(&u));
+        CHECK_STATUS(PLC_OK, barrier(self)); /* nobody reads any more */
+        for (uint32_t n = 0; n < LEAVES; n++) free(held[n]);
+    }
+}
+
+void tree_sums(uint64_t seed) {
+    world w = new_world(3, 20000);
+    w.shared = calloc(1, sizeof(tree_update));
+    CHECK(w.shared != NULL, "no memory");
+    run_world(&w, sum_trees, seed);
+    free(w.shared);
+    end_world(&w);
+}
+
 /* --- claims: each thing is claimed once in every round ---------------------------------------- */
 enum { ROUNDS = 300, THINGS = 7 };
 
