@@ -169,7 +169,8 @@ int run_part(const update_part *pass, uint64_t units) {
     const uint32_t most = journal == NULL ? MAX_THREADS : PLC_JOURNAL_SLOTS;
     const uint32_t threads = MAX(1u, MIN(u->threads, most));
     const uint64_t first = units * u->part / u->parts, end = units * (u->part + 1) / u->parts;
-    const uint64_t sums = block_bytes(u), reads = read_room(u), room = sums + reads * summands_of(u);
+    const uint64_t sums = block_bytes(u), reads = read_room(u);
+    const uint64_t room = sums + reads * summands_of(u);
     unsigned char *blocks = room == 0 ? NULL : aligned_alloc(CACHE_LINE, room * threads);
     if (room > 0 && blocks == NULL) return PLC_SYSTEM;
     if (u->comm != NULL && !comm_enter(u->comm)) {

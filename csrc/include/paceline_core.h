@@ -279,8 +279,8 @@ typedef enum { PLC_SGD, PLC_ADAM, PLC_ADAGRAD, PLC_RULES } plc_rule;
 #define PLC_AMSGRAD 4u         /* PLC_ADAM */
 #define PLC_DECOUPLED_DECAY 8u /* PLC_ADAM: the weights decay, not the gradient: AdamW */
 
-/* Gradients of which ranks hold sums over some nodes of a tree (see plc_tree_average), and an update
- * needs the root, divided. Every rank reads those of the others in their own memory. */
+/* Gradients of which ranks hold sums over some nodes of a tree (see plc_tree_average), while an
+ * update needs the root, divided. Every rank reads those of the others in their own memory. */
 typedef struct {
     uint32_t nodes;
     const uint32_t *owners; /* ranks of the update's `comm` */

@@ -214,7 +214,7 @@ void meetings(uint64_t seed) {
     end_world(&w);
 }
 
-/* --- gradients of which ranks hold the nodes of a tree ----------------------------------------- */
+/* --- gradients of which ranks hold the nodes of a tree ---------------------------------------- */
 enum { LEAVES = 8, STEPS = 20, LONG = 3 * (int)PLC_NORM_BLOCK_BYTES / 8 + 5, SHORT = 3 };
 
 typedef struct {

@@ -27,6 +27,7 @@ __all__ = [
     "Request",
     "Status",
     "TreeAverage",
+    "TreeSum",
     "Update",
     "ERROR_TEXT_BYTES",
     "interpreter",
