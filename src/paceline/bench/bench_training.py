@@ -10,7 +10,7 @@ only makes steps longer.
     ddp        `paceline.DistributedDataParallel` with the whole share of a rank at once
 
 All three step with torch's SGD, or with that of `paceline.optim`, which the ranks of `training` and
-`ddp` split among themselves.
+`ddp` split among themselves; with `one-pass` they sum gradients in the step, too.
 
 With `--slow-rank` the last rank pauses after each of its shards for as long as the shard took, and
 `Training` is compared with and without `steal`.
@@ -53,8 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--optimizer",
         default="torch",
-        choices=("torch", "paceline"),
-        help="whose SGD makes the steps (default: torch)",
+        choices=("torch", "paceline", "one-pass"),
+        help="whose SGD makes the steps (default: torch); one-pass: ours with one_pass=True",
     )
     parser.add_argument("--backend", default="paceline", help="of the group (default: paceline)")
     parser.add_argument(
@@ -144,8 +144,9 @@ def _sgd(model: torch.nn.Module, optimizer: str) -> torch.optim.Optimizer:
 
     import paceline
 
-    kind = torch.optim.SGD if optimizer == "torch" else paceline.optim.SGD
-    return kind(model.parameters(), lr=1e-4)
+    if optimizer == "torch":
+        return torch.optim.SGD(model.parameters(), lr=1e-4)
+    return paceline.optim.SGD(model.parameters(), lr=1e-4, one_pass=optimizer == "one-pass")
 
 
 def _possible(case: Case, per_rank: list[int]) -> list[int]:
