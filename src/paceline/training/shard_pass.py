@@ -38,7 +38,7 @@ from paceline.training.gradient_sums import (
 from paceline.training.group_exchange import Exchange
 from paceline.training.metric_log import MetricLog, global_means
 from paceline.training.parameter_set import ParameterSet
-from paceline.training.shard_buffers import ChangedBuffers, NamedBuffer, ShardBuffers
+from paceline.training.shard_buffers import BufferSet, ChangedBuffers, ShardBuffers
 from paceline.training.shard_cover import counted_nodes, missing_shards
 from paceline.training.shard_gradients import ShardGradients
 from paceline.training.shard_plan import BatchPlan, Shard, deal
@@ -55,7 +55,7 @@ class PassSetting:
 
     model: nn.Module
     parameters: ParameterSet
-    buffers: Sequence[NamedBuffer]
+    buffers: BufferSet
     exchange: Exchange
     threads: int
     # Called when the ranks of the exchange are lost; returns if it can be tried again.

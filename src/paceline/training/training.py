@@ -57,7 +57,7 @@ from paceline.training.model_checks import (
     named_optimizers,
 )
 from paceline.training.parameter_set import ParameterSet
-from paceline.training.shard_buffers import NamedBuffer, named_buffers
+from paceline.training.shard_buffers import BufferSet, named_buffers
 from paceline.training.shard_inputs import EpochInputs
 from paceline.training.shard_pass import PassResult, PassSetting
 from paceline.training.shard_plan import Shard, ShardPlan
@@ -271,7 +271,7 @@ class Training:
         if self._epoch_done:
             self._begin_next_epoch()
         with self._training_environment():
-            buffers = named_buffers(self.model)
+            buffers = BufferSet(self.model)
             self._find_parameters()
             inputs = self._inputs = self._epoch_inputs()
             setting, price = self._new_setting(buffers), self._price
@@ -311,7 +311,7 @@ class Training:
         if self._ranks is not None:
             self._ranks.enter_loop(self._parameters)
 
-    def _new_setting(self, buffers: Sequence[NamedBuffer]) -> PassSetting:
+    def _new_setting(self, buffers: BufferSet) -> PassSetting:
         return PassSetting(
             self.model,
             self._parameters,
