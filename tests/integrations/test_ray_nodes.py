@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -76,14 +77,18 @@ def test_an_actor_whose_node_is_lost_is_replaced_on_another_one(tmp_path):
     driver = [sys.executable, str(write_script(tmp_path, NODES)), str(tmp_path)]
     ray = str(pathlib.Path(sys.executable).with_name("ray"))
     with contextlib.ExitStack() as stack:
-        job = stack.enter_context(launched(driver, env=ray_environment(tmp_path)))
+        # A place of its own, short enough for sockets: `ray.init` of any other program would find
+        # this cluster.
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-"))
+        environment = {**ray_environment(tmp_path), "RAY_TMPDIR": folder}
+        job = stack.enter_context(launched(driver, env=environment))
         wait_for_files(tmp_path / "address", timeout=120)
         address = (tmp_path / "address").read_text()
         node = ["unshare", "--ipc", ray, "start", f"--address={address}", "--num-cpus=1", "--block"]
         nodes = []
         for number in range(3):
             # One after the other: Ray gives nodes that start at the same time the same socket.
-            start = launched(node, env=ray_environment(tmp_path), stdout=subprocess.DEVNULL)
+            start = launched(node, env=environment, stdout=subprocess.DEVNULL)
             nodes.append(stack.enter_context(start))
             wait_for_files(tmp_path / f"node-{number}", timeout=60)
         wait_for_files(*(tmp_path / f"node-of-{member}" for member in (0, 1)), timeout=200)
