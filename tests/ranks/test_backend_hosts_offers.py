@@ -1,4 +1,4 @@
-"""An exchange of rows between hosts, and the sum of what all ranks offer with them."""
+"""An exchange of numbers between hosts, and the sum of what all ranks offer with them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def offers(rank, world, host_of):
             return accepts
 
         offer = Offer(mine, 0.3, ask) if length else None
-        table, ticket = engine.exchange_rows(everybody[rank], offer, wait=wait, timeout_ns=-1)
+        table, ticket = engine.exchange_numbers(everybody[rank], offer, wait=wait, timeout_ns=-1)
         assert (ticket is None) == wait
         if ticket is not None:
             ticket.wait()
@@ -73,7 +73,7 @@ def offers(rank, world, host_of):
 
 
 @pytest.mark.parametrize("host_of", PLACEMENTS, ids=str)
-def test_what_all_ranks_offer_is_summed_if_their_rows_allow_it(host_of):
+def test_what_all_ranks_offer_is_summed_if_their_numbers_allow_it(host_of):
     run_ranks(len(host_of), offers, host_of, timeout=90)
 
 

@@ -99,6 +99,30 @@ def test_a_short_bucket_is_not_rounded():
     run_ranks(2, one_call, [0, 1], torch.bfloat16)
 
 
+def one_call_for_complex_numbers(rank, world):
+    engine = join(rank, [0, 1, 1])
+    net = layers(2, 20, torch.complex64)
+    model = paceline.DistributedDataParallel(net)
+    data = batches(world, 20, torch.complex64)
+    wanted = torch.autograd.grad(net(data.flatten(0, 1)).abs().mean(), list(net.parameters()))
+    addresses = set()
+    for number in range(5):
+        model.zero_grad()
+        loss = model(data[rank]).abs().mean()
+        calls = calls_of(engine, loss.backward)
+        assert calls == 1 or number == 0
+        for parameter, gradient in zip(net.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+        if number > 1:
+            addresses.add(net[0].weight.grad.data_ptr())
+    assert len(addresses) == 1  # what was sent is no longer in use
+    dist.destroy_process_group()
+
+
+def test_complex_numbers_travel_with_the_signal_too():
+    run_ranks(3, one_call_for_complex_numbers)
+
+
 def two_calls(rank, world):
     """A bucket that is not offered, or cannot count as it was, is sent by itself."""
     engine = join(rank, [0, 0, 1, 1])
@@ -248,6 +272,12 @@ def failing(rank, world, host_of, arguments):
         with pytest.raises(paceline.MismatchError, match="State it on every rank, or on none"):
             step(model, data[rank], 8 if rank == odd else None)
         check_whole()
+        if world > 2:  # likewise, but one has no data: it sends no bucket
+            count = 8 if rank == odd else None
+            half_stated = functools.partial(step, model, data[rank], count)
+            with pytest.raises(paceline.MismatchError, match="State it on every rank, or on none"):
+                model.no_more_data() if rank == (odd + 1) % world else half_stated()
+            check_whole()
         spoils = net.third.bias.register_hook(lambda gradient: gradient * float("nan"))
         if rank != odd:
             spoils.remove()

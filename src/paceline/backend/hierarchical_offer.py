@@ -1,14 +1,15 @@
-"""Every rank's row of numbers, given to all ranks of several hosts; and in the same messages the
+"""A few numbers of every rank, given to all ranks of several hosts; and in the same messages the
 sum of a short tensor that all of them offer.
 
-Whether the tensors are summed is decided by what the rows say. A rank that knows of no tensor
-brings its row alone: then only the rows count, and every tensor stays as it is.
+Whether the tensors are summed is decided by what the numbers say. A rank that knows of no tensor
+brings its numbers alone: then only these count, and every tensor stays as it is.
 
-    1. share     the ranks of each host get its rows; if all of them offer a tensor, the first rank
-                 takes the host's sum
-    2. exchange  the first ranks send each other rows and sums, one message for each host
-    3. tell      they give the other ranks of their host all rows and, if the host offered, the sum
-    4. accept    every rank finds out from the same rows whether the sum counts
+    1. share     the ranks of each host get its numbers; if all of them offer a tensor, the first
+                 rank takes the host's sum
+    2. exchange  the first ranks send each other numbers and sums, one message for each host
+    3. tell      they give the other ranks of their host all numbers and, if the host offered, the
+                 sum
+    4. accept    every rank finds out from the same numbers whether the sum counts
 
 The sum is taken in the order of `hierarchical_reduce`: the bits are those of an all-reduce.
 """
@@ -29,14 +30,14 @@ from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES, Op
 
-__all__ = ["Offer", "RowTable", "exchange_rows"]
+__all__ = ["Offer", "NumberTable", "exchange_numbers"]
 
 _NUMBER_BYTES = 8
 _LINE_BYTES = 64
 
 
-class RowTable:
-    """A row of numbers of each rank."""
+class NumberTable:
+    """The numbers of all ranks, a row for each."""
 
     def __init__(self, ranks: int, width: int) -> None:
         self._ranks, self._width = ranks, width
@@ -65,7 +66,7 @@ class RowTable:
 @dataclasses.dataclass
 class Offer:
     """A short tensor, to be summed times a factor if all ranks offer one of its length and
-    `accepts` says so of everybody's rows. Every rank asks its own, which has to say the same on
+    `accepts` says so of everybody's numbers. Every rank asks its own, which has to say the same on
     all.
     """
 
@@ -76,8 +77,8 @@ class Offer:
     is_taken: bool = False
 
 
-def exchange_rows(call: MultiHostCall, table: RowTable, offer: Offer | None) -> None:
-    """Fill in the rows of all other ranks, and sum what is offered if they allow it."""
+def exchange_numbers(call: MultiHostCall, table: NumberTable, offer: Offer | None) -> None:
+    """Fill in the numbers of all other ranks, and sum what is offered if they allow it."""
     _share_on_host(call, table)
     # The ranks of a host see the same: either all take part in its sum or none does.
     if offer is not None and _all_offer(table, call.placement.local, offer):
@@ -94,7 +95,7 @@ def exchange_rows(call: MultiHostCall, table: RowTable, offer: Offer | None) -> 
         call.received()
 
 
-def _share_on_host(call: MultiHostCall, table: RowTable) -> None:
+def _share_on_host(call: MultiHostCall, table: NumberTable) -> None:
     local = call.placement.local
     request = Request(kind=Kind.ALLGATHER, dtype=BYTES, root=-1, count=table.row_bytes)
     request.input = table.address(call.placement.rank)
@@ -103,18 +104,18 @@ def _share_on_host(call: MultiHostCall, table: RowTable) -> None:
     call.run_first_local(request)
 
 
-def _all_offer(table: RowTable, ranks: Sequence[int], offer: Offer) -> bool:
+def _all_offer(table: NumberTable, ranks: Sequence[int], offer: Offer) -> bool:
     return all(table.offered(rank) == offer.tensor.nbytes for rank in ranks)
 
 
-def _put_rows(placement: Placement, table: RowTable, message: LaneMessage) -> int:
+def _put_rows(placement: Placement, table: NumberTable, message: LaneMessage) -> int:
     """Put the rows of this host into a message; how many bytes they take."""
     for index, rank in enumerate(placement.local):
         C.memmove(message.address + index * table.row_bytes, table.address(rank), table.row_bytes)
     return len(placement.local) * table.row_bytes
 
 
-def _take_rows(placement: Placement, table: RowTable, received: Sequence[LaneMessage]) -> None:
+def _take_rows(placement: Placement, table: NumberTable, received: Sequence[LaneMessage]) -> None:
     for host, message in zip(placement.other_hosts, received, strict=True):
         for index, rank in enumerate(placement.members[host]):
             theirs = message.address + index * table.row_bytes
@@ -130,7 +131,7 @@ def _broadcast_from_first(call: MultiHostCall, address: int, nbytes: int) -> Non
 class _OfferedSum(HostwiseReduction):
     """The rest of the exchange on a host whose ranks all offer a tensor."""
 
-    def __init__(self, call: MultiHostCall, table: RowTable, offer: Offer) -> None:
+    def __init__(self, call: MultiHostCall, table: NumberTable, offer: Offer) -> None:
         super().__init__(call, offer.tensor, Reduction(Op.PREMUL_SUM, offer.factor))
         self._table, self._offer = table, offer
         self._tensor = offer.tensor

@@ -32,7 +32,7 @@ from paceline.backend.hierarchical_move import (
     is_brief,
     lanes_to_move,
 )
-from paceline.backend.hierarchical_offer import Offer, RowTable, exchange_rows
+from paceline.backend.hierarchical_offer import NumberTable, Offer, exchange_numbers
 from paceline.backend.hierarchical_reduce import (
     ReducePlan,
     is_short,
@@ -51,8 +51,8 @@ __all__ = ["MultiHostEngine"]
 
 # How long a call may take to notice that the group was aborted.
 _ABORT_LIMIT_S = 2.0
-# Tells an exchange of rows from an all-gather.
-_ROWS = 1
+# Tells an exchange of numbers from an all-gather.
+_NUMBERS = 1
 
 
 class MultiHostEngine:
@@ -106,19 +106,19 @@ class MultiHostEngine:
         return self._calls.start(operate)
 
     def can_offer(self, tensor: torch.Tensor) -> bool:
-        """Whether `exchange_rows` takes it."""
+        """Whether `exchange_numbers` takes it."""
         return is_short(tensor.nbytes, self._placement.hosts)
 
-    def exchange_rows(
+    def exchange_numbers(
         self, row: Sequence[float], offer: Offer | None, *, wait: bool, timeout_ns: int
-    ) -> tuple[RowTable, Ticket | None]:
-        """Give every rank everybody's row, and sum what all offer, if their rows allow it."""
-        table = RowTable(self.size, len(row))
+    ) -> tuple[NumberTable, Ticket | None]:
+        """Give every rank everybody's row of numbers, and sum what all offer, if these allow it."""
+        table = NumberTable(self.size, len(row))
         table.put(self.rank, row, 0 if offer is None else offer.tensor.nbytes)
         header = self._header(
-            Kind.ALLGATHER, DTYPE_CODES[torch.float64], self.size * len(row), label=_ROWS
+            Kind.ALLGATHER, DTYPE_CODES[torch.float64], self.size * len(row), label=_NUMBERS
         )
-        run = functools.partial(exchange_rows, table=table, offer=offer)
+        run = functools.partial(exchange_numbers, table=table, offer=offer)
         return table, self._start(header, run, wait, timeout_ns, lanes=1, is_brief=True)
 
     def reduce(

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from paceline.backend import PacelineGroup
 from paceline.backend.engine import SUM, Reduction
-from paceline.backend.hierarchical_offer import Offer, RowTable
+from paceline.backend.hierarchical_offer import NumberTable, Offer
 from paceline.backend.multi_host_engine import MultiHostEngine
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, DenseBucket
@@ -134,10 +134,10 @@ class MultiHostTransport(GroupTransport):
         signals = self._signals()
         opening, offered, carried = self._opening, self._offered, self._carried
         self._offered = self._carried = None
-        refuses = opening.refuses
+        refuses, is_averaged = opening.refuses, opening.take_back()
         if refuses:
             self._closing = None  # it was not sent, nor was any bucket
-        elif offered is not None and not opening.offer_is_taken:
+        elif offered is not None and not is_averaged:
             self._in_flight.append((self._send_behind_signals(offered), offered))
         closing = super()._complete(telemetry)
         return signals if refuses else closing if carried is None else carried.read()
@@ -145,6 +145,7 @@ class MultiHostTransport(GroupTransport):
     def _abandon(self) -> None:
         super()._abandon()
         self._offered = self._carried = None
+        self._opening.take_back()
 
 
 class _Opening:
@@ -155,7 +156,7 @@ class _Opening:
         self._row = mine.pack()
         self._mine = mine
         self._offer: Offer | None = None
-        self._table: RowTable | None = None
+        self._table: NumberTable | None = None
         self._ticket: Waitable | None = None
         self.is_started = False
         self._signals: list[Signal] | None = None
@@ -182,10 +183,12 @@ class _Opening:
         self._offer = Offer(bucket.sent, 1.0 / world, counts_equally)
         return True
 
-    @property
-    def offer_is_taken(self) -> bool:
-        """The bucket that was offered holds the average."""
-        return self._offer is not None and self._offer.is_taken
+    def take_back(self) -> bool:
+        """Let go of what was offered, so that its memory counts as unused; whether it holds the
+        average.
+        """
+        offer, self._offer = self._offer, None
+        return offer is not None and offer.is_taken
 
     def start(self) -> None:
         """Exchange them, unless that has begun."""
@@ -201,7 +204,7 @@ class _Opening:
 
     def _exchange(self, *, wait: bool) -> None:
         self.is_started = True
-        self._table, self._ticket = self._engine.exchange_rows(
+        self._table, self._ticket = self._engine.exchange_numbers(
             self._row, self._offer, wait=wait, timeout_ns=_GROUPS_OWN
         )
 
