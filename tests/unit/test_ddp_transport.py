@@ -130,6 +130,15 @@ def test_launched_buckets_are_not_summed_without_weights():
         transport.complete()
 
 
+def test_who_knows_how_to_weigh_needs_no_weights():
+    transport = Recorded(needs_signals_first=True)
+    transport.post(SIGNAL, weigh=lambda signals: None)
+    call_all(transport, "launch close launch complete")
+    transport.post(SIGNAL)  # each operation says so anew
+    with pytest.raises(TransportMisuse, match="weights are not set"):
+        transport.launch(BUCKET)
+
+
 def test_weights_are_one_per_rank():
     transport = Recorded()
     transport.post(SIGNAL)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 
 from paceline.data.shares import share_of
+from paceline.ddp.signals import Call, Signal, weights_by_signals
 from paceline.ddp.weighting import (
     NO_SAMPLES,
     AverageRule,
@@ -136,3 +137,23 @@ def test_what_several_forwards_of_one_backward_weigh():
     assert combined(unknown, half) == combined(half, unknown) == half._replace(leading=7.0)
     assert combined(NO_SAMPLES, half) == combined(half, NO_SAMPLES) == half
     assert combined(half, SampleCount(2.0, Basis.SHARE)).basis is Basis.RANK
+
+
+STATED, UNSTATED = (Contribution(2.0, 2.0, 1, basis) for basis in (Basis.SAMPLES, Basis.RANK))
+
+
+@pytest.mark.parametrize(
+    ("signals", "weights"),
+    [
+        ([Signal(Call.BACKWARD, STATED)] * 2, [0.5, 0.5]),
+        ([Signal(Call.BACKWARD, STATED), Signal(Call.ANSWER)], [1.0, 0.0]),
+        ([Signal(Call.BACKWARD, STATED, failed=True), Signal(Call.BACKWARD, STATED)], None),
+        ([Signal(Call.BACKWARD, STATED), Signal(Call.ANSWER, failed=True)], None),
+        ([Signal(Call.BACKWARD, STATED), Signal(Call.FORWARD)], None),
+        ([Signal(Call.FORWARD)] * 2, None),
+        ([Signal(Call.ANSWER)] * 2, None),
+        ([Signal(Call.BACKWARD, STATED), Signal(Call.BACKWARD, UNSTATED)], None),
+    ],
+)
+def test_signals_weigh_a_step_or_refuse_it(signals, weights):
+    assert weights_by_signals(signals, AverageRule()) == weights

@@ -38,6 +38,11 @@ class Reduction:
         self.factor = factor
         self.scalar = 1.0 if isinstance(factor, torch.Tensor) else float(factor)
 
+    @classmethod
+    def scaled(cls, factor: float, wire_dtype: torch.dtype | None) -> Reduction:
+        """A sum of numbers that are multiplied by a factor."""
+        return cls(Op.SUM if factor == 1.0 else Op.PREMUL_SUM, factor, wire_dtype)
+
 
 SUM = Reduction(Op.SUM)
 

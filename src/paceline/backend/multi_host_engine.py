@@ -32,6 +32,7 @@ from paceline.backend.hierarchical_move import (
     is_brief,
     lanes_to_move,
 )
+from paceline.backend.hierarchical_offer import NumberTable, Offer, exchange_numbers
 from paceline.backend.hierarchical_reduce import (
     ReducePlan,
     is_short,
@@ -39,7 +40,7 @@ from paceline.backend.hierarchical_reduce import (
     wire_dtype_of,
 )
 from paceline.backend.hierarchical_reduce_scatter import PartReduction
-from paceline.backend.host_engine import core_dtype, dtype_label
+from paceline.backend.host_engine import DTYPE_CODES, core_dtype, dtype_label
 from paceline.backend.link_speed import LinkSpeed, measure_link
 from paceline.backend.multi_host_call import DIRECT_TAG, Links, MultiHostCall, is_timeout
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
@@ -50,6 +51,8 @@ __all__ = ["MultiHostEngine"]
 
 # How long a call may take to notice that the group was aborted.
 _ABORT_LIMIT_S = 2.0
+# Tells an exchange of numbers from an all-gather.
+_NUMBERS = 1
 
 
 class MultiHostEngine:
@@ -69,7 +72,7 @@ class MultiHostEngine:
         self.rank, self.size = self._placement.rank, self._placement.size
         self._timeout = timeout
         self._wire_dtype = group_options.wire_dtype
-        self._sequence = 0
+        self._sequence = 0  # of the call that ran last
         self._link_speed: LinkSpeed | None = None  # measured by the first call that needs it
         self._signals = PrefixStore("signals/", store)
         giving_up = None if is_broken is None else GivingUp(is_broken, self.abort)
@@ -81,6 +84,42 @@ class MultiHostEngine:
     ) -> Ticket | None:
         header = self._header(Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code)
         return self._reduce(header, tensor, op, wait, timeout_ns)
+
+    def allreduce_when_known(
+        self, tensor: torch.Tensor, op_of: Callable[[], Reduction | None], *, timeout_ns: int
+    ) -> Ticket:
+        """Start a call whose operation is asked for when it is its turn, when the calls before it
+        have ended. None, on all ranks: there is no such call.
+        """
+        lanes = self._lanes_to_reduce(tensor.nbytes)
+
+        def operate() -> None:
+            op = op_of()
+            if op is not None:
+                header = self._header(
+                    Kind.ALLREDUCE, core_dtype(tensor), tensor.numel(), op=op.code
+                )
+                self._operate(
+                    header, lambda call: self._run_reduction(call, tensor, op), timeout_ns, lanes
+                )
+
+        return self._calls.start(operate)
+
+    def can_offer(self, tensor: torch.Tensor) -> bool:
+        """Whether `exchange_numbers` takes it."""
+        return is_short(tensor.nbytes, self._placement.hosts)
+
+    def exchange_numbers(
+        self, row: Sequence[float], offer: Offer | None, *, wait: bool, timeout_ns: int
+    ) -> tuple[NumberTable, Ticket | None]:
+        """Give every rank everybody's row of numbers, and sum what all offer, if these allow it."""
+        table = NumberTable(self.size, len(row))
+        table.put(self.rank, row, 0 if offer is None else offer.tensor.nbytes)
+        header = self._header(
+            Kind.ALLGATHER, DTYPE_CODES[torch.float64], self.size * len(row), label=_NUMBERS
+        )
+        run = functools.partial(exchange_numbers, table=table, offer=offer)
+        return table, self._start(header, run, wait, timeout_ns, lanes=1, is_brief=True)
 
     def reduce(
         self, tensor: torch.Tensor, root: int, op: Reduction, *, wait: bool, timeout_ns: int
@@ -327,19 +366,11 @@ class MultiHostEngine:
         brief = is_brief(self._placement, nbytes)
         return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
+    @staticmethod
     def _header(
-        self, kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
+        kind: int, dtype: int, count: int, *, op: int = 0, root: int = -1, label: int = 0
     ) -> CallRecord:
-        self._sequence += 1
-        return CallRecord(
-            sequence=self._sequence,
-            kind=kind,
-            dtype=dtype,
-            op=op,
-            root=root,
-            count=count,
-            label=label,
-        )
+        return CallRecord(kind=kind, dtype=dtype, op=op, root=root, count=count, label=label)
 
     def _start(
         self,
@@ -354,20 +385,7 @@ class MultiHostEngine:
         """Run a call when it is its turn; its first `lanes` are spoken on. `is_brief`: it waits
         where signals are handled, so that it may run on the thread that makes it.
         """
-        limit_ns = timeout_ns if timeout_ns >= 0 else int(self._timeout.total_seconds() * 1e9)
-
-        def operate(on_callers_thread: bool = False) -> None:
-            call = MultiHostCall(
-                self._placement,
-                self._links,
-                header,
-                limit_ns,
-                lanes,
-                on_callers_thread=on_callers_thread,
-            )
-            with call.failing_together():
-                run(call)
-
+        operate = functools.partial(self._operate, header, run, timeout_ns, lanes)
         if wait and is_brief and self._run_here(lambda: operate(on_callers_thread=True)):
             return None
         ticket = self._calls.start(operate)
@@ -383,6 +401,31 @@ class MultiHostEngine:
                 ticket.has_ended(_ABORT_LIMIT_S)
             raise
         return None
+
+    def _operate(
+        self,
+        header: CallRecord,
+        run: Callable[[MultiHostCall], None],
+        timeout_ns: int,
+        lanes: int,
+        *,
+        on_callers_thread: bool = False,
+    ) -> None:
+        """Run a call: it is its turn."""
+        # Counted here: whether there is a call at all may be known no sooner.
+        self._sequence += 1
+        header.sequence = self._sequence
+        limit_ns = timeout_ns if timeout_ns >= 0 else int(self._timeout.total_seconds() * 1e9)
+        call = MultiHostCall(
+            self._placement,
+            self._links,
+            header,
+            limit_ns,
+            lanes,
+            on_callers_thread=on_callers_thread,
+        )
+        with call.failing_together():
+            run(call)
 
     def _run_here(self, operate: Callable[[], None]) -> bool:
         """Run a short call on the thread that makes it, if it is its turn."""

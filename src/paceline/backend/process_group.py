@@ -279,10 +279,9 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         Sums of float32 travel between hosts as `wire_dtype`.
         """
         self._calls += 1
-        code = Op.SUM if factor == 1.0 else Op.PREMUL_SUM
         flat, finish = lay_out(tensor)
         ticket = self._engine.allreduce(
-            flat, Reduction(code, factor, wire_dtype), wait=False, timeout_ns=self._timeout_ns
+            flat, Reduction.scaled(factor, wire_dtype), wait=False, timeout_ns=self._timeout_ns
         )
         return self._work(ticket, [tensor], finish)
 

@@ -62,6 +62,7 @@ from paceline.ddp.failures import StepHistory
 from paceline.ddp.group_transport import GroupTransport
 from paceline.ddp.mixed_precision import LowPrecision
 from paceline.ddp.model_watch import ModelWatch, PlannedParameter, changes_between
+from paceline.ddp.multi_host_transport import MultiHostTransport
 from paceline.ddp.plan import MIB, ManagedParameter
 from paceline.ddp.reducer import Reducer
 from paceline.ddp.shm_transport import ShmTransport
@@ -510,6 +511,9 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
         return self._group_transport()
 
     def _group_transport(self) -> GroupTransport:
+        if MultiHostTransport.serves(self.process_group):
+            assert isinstance(self.process_group, PacelineGroup)
+            return MultiHostTransport(self.process_group, self._config.wire_dtype)
         # Signals travel in host memory if the group can move it; otherwise (NCCL alone) where the
         # model is.
         on_host = "cpu" in device_types_of(self.process_group)

@@ -1,14 +1,12 @@
 """Any torch process group: one asynchronous all-reduce per bucket, the gradient scaled before the
 sum, as torch's class does it.
 
-Signals travel as a sum in which every rank fills its own row; between hosts the closing ones travel
-with the last bucket. Waits poll for a peer's published
+Signals travel as a sum in which every rank fills its own row. Waits poll for a peer's published
 error, which is raised instead of a lost connection.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -17,14 +15,12 @@ import torch.distributed as dist
 
 from paceline._torch_internals import Work
 from paceline.backend import PacelineGroup
-from paceline.backend.host_engine import HostEngine
 from paceline.backend.store_failure_channel import failure_channel_of
 from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket
 from paceline.ddp.buckets.base import Waitable
 from paceline.ddp.group_calls import all_reduce, all_to_all_into
-from paceline.ddp.plan import MIB, BucketLimits
-from paceline.ddp.signals import SIGNAL_WIDTH, Call, Signal
+from paceline.ddp.signals import SIGNAL_WIDTH, Signal
 from paceline.ddp.transport import Transport
 from paceline.errors import CollectiveTimeout, PacelineError, PeerLost
 
@@ -34,8 +30,6 @@ __all__ = ["GroupTransport"]
 _SLICE = timedelta(seconds=0.5)
 # The connection to a rank that fails may end before that rank has published why.
 _FAILURE_GRACE_S = 0.5
-# The first bucket, and all others.
-_BYTES_BETWEEN_HOSTS = (MIB, 8 * MIB)
 
 
 class GroupTransport(Transport):
@@ -52,32 +46,15 @@ class GroupTransport(Transport):
         self._device = device  # signals travel in host memory wherever the group can do that
         self._posted: _Table | list[Signal] = []
         self._closing: _Table | None = None
-        self._carried: _Carried | None = None
-        self._weight = 1.0
-        self._weights_are_equal = True
+        self._weights: Sequence[float] = ()
         self._in_flight: list[tuple[Waitable, Bucket]] = []
         self._received: torch.Tensor | None = None  # by the last all-to-all
-        self._spans_hosts = isinstance(group, PacelineGroup) and not isinstance(
-            group.engine, HostEngine
-        )
         self._failure_channel = failure_channel_of(group)
         # A `paceline` group watches its ranks itself, and the host does not wait for the calls of
         # an accelerator.
         self._polls_failures = device.type == "cpu" and not isinstance(group, PacelineGroup)
-        if self._spans_hosts and device.type == "cpu":
-            # Not where longer buckets are summed in another order.
-            self.closing_numbers = self.world
         # Those of accelerators and of `paceline` groups run one after the other.
         self.overlaps_broadcasts = self._polls_failures
-
-    def bucket_limits(self, chosen: BucketLimits) -> BucketLimits:
-        """Between hosts the link should be busy from the first gradients on, and have little left
-        to do after the last. A number that was measured would be another in each run, and so might
-        be the bits of what is rounded.
-        """
-        if chosen.given or not self._spans_hosts:
-            return chosen
-        return dataclasses.replace(chosen, bytes=_BYTES_BETWEEN_HOSTS)
 
     def _post(self, signal: Signal, single_bucket: bool) -> None:
         del single_bucket
@@ -90,29 +67,28 @@ class GroupTransport(Transport):
         return self._posted
 
     def _set_weights(self, weights: Sequence[float]) -> None:
-        self._weight = weights[self.rank]
-        self._weights_are_equal = len(set(weights)) == 1
+        self._weights = weights
 
     def _launch(self, bucket: Bucket) -> None:
-        factor = self._weight
-        # What the bucket carries is divided by the factor in the end: it may not be zero.
-        if not self._weights_are_equal or factor == 0.0:
-            bucket.scale(factor)
-            factor = 1.0
-        if self._carried is not None:
-            self._carried.put(bucket, self.rank, factor)
+        factor = self._scale(bucket, self._weights)
         self._in_flight.append((bucket.all_reduce(self.group, factor, self._wire_dtype), bucket))
 
+    def _scale(self, bucket: Bucket, weights: Sequence[float]) -> float:
+        """Scale it by this rank's weight, unless that is left to the sum: by which factor it is."""
+        factor = weights[self.rank]
+        # Signals that travel with a bucket are divided by the factor at the end: not by zero.
+        if factor != 0.0 and len(set(weights)) == 1:
+            return factor
+        bucket.scale(factor)
+        return 1.0
+
     def _close(self, signal: Signal, carrier: Bucket | None) -> None:
-        if carrier is not None and carrier.trailer is not None:
-            self._carried = _Carried(signal)
-        else:
-            self._closing = self._send(signal)
+        del carrier  # a message of their own does
+        self._closing = self._send(signal)
 
     def _complete(self, telemetry: BucketTelemetry | None) -> list[Signal]:
         in_flight, self._in_flight = self._in_flight, []
         closing, self._closing = self._closing, None
-        carried, self._carried = self._carried, None
         for work, bucket in in_flight:
             if telemetry is not None:
                 telemetry.waiting_for(bucket.index)
@@ -120,15 +96,13 @@ class GroupTransport(Transport):
             bucket.received()
             if telemetry is not None:
                 telemetry.averaged(bucket.index)
-        if carried is not None:
-            return carried.read()
         if closing is None:
             return self._signals()
         self._wait(closing.work)
         return closing.read()
 
     def _abandon(self) -> None:
-        self._in_flight, self._closing, self._carried = [], None, None
+        self._in_flight, self._closing = [], None
 
     def all_reduce_small(self, numbers: torch.Tensor) -> torch.Tensor:
         moved = numbers.to(self._device)
@@ -199,7 +173,10 @@ class GroupTransport(Transport):
         table = torch.zeros(self.world, SIGNAL_WIDTH, dtype=torch.float64)
         table[self.rank] = torch.tensor(signal.pack(), dtype=torch.float64)
         table = table.to(self._device)
-        return _Table(table, all_reduce(self.group, table))
+        return _Table(table, self._sum_table(table))
+
+    def _sum_table(self, table: torch.Tensor) -> Waitable:
+        return all_reduce(self.group, table)
 
 
 class _Table:
@@ -211,41 +188,6 @@ class _Table:
     def read(self) -> list[Signal]:
         rows: Sequence[Sequence[float]] = self._rows.tolist()
         return [Signal.unpack(row) for row in rows]
-
-
-class _Carried:
-    """Closing signals that travel with a bucket: each rank adds a number of its own to the zeros of
-    the others. It is small, so that it is not lost if it is rounded on its way.
-    """
-
-    _IS_CLOSING, _FAILED, _UNUSED = 1, 2, 4
-
-    def __init__(self, mine: Signal) -> None:
-        self._mine = mine
-        self._trailer = torch.empty(0)
-        self._factor = 1.0
-
-    def put(self, bucket: Bucket, rank: int, factor: float) -> None:
-        """Into the bucket that is sent next, which is multiplied by this factor."""
-        trailer = bucket.trailer
-        assert trailer is not None, "a bucket that carries signals has room for them"
-        mine = self._mine
-        trailer.zero_()
-        trailer[rank] = self._IS_CLOSING + self._FAILED * mine.failed + self._UNUSED * mine.unused
-        self._trailer, self._factor = trailer, factor
-
-    def read(self) -> list[Signal]:
-        """All ranks' signals, when the bucket is back."""
-        numbers = [round(number / self._factor) for number in self._trailer.tolist()]
-        assert all(number & self._IS_CLOSING for number in numbers), numbers
-        return [
-            Signal(
-                Call.CLOSE,
-                failed=bool(number & self._FAILED),
-                unused=bool(number & self._UNUSED),
-            )
-            for number in numbers
-        ]
 
 
 def _is_unexplained(error: PacelineError) -> bool:

@@ -18,6 +18,7 @@ unfrozen, a hook was registered, the group was replaced, the model was unpickled
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
 import time
@@ -43,6 +44,7 @@ from paceline.ddp.signals import (
     calls_mismatch,
     common_call,
     refuse_half_stated,
+    weights_by_signals,
 )
 from paceline.ddp.step import Phase, Step
 from paceline.ddp.transport import Transport, TransportState
@@ -79,6 +81,15 @@ class Reducer(BackwardObserver):
         self._config = config
         self.transport = transport
         self.comm_hook = comm_hook
+        # A hook is given what is weighed already. Sparse gradients take several calls, and those of
+        # other devices have their own order.
+        self._weighs_late = (
+            transport.weighs_late
+            and comm_hook is None
+            and all(entry.parameter.is_cpu and not entry.sparse for entry in managed)
+        )
+        # Before the first bucket is launched.
+        self._awaits_signals = transport.needs_signals_first and not self._weighs_late
         self._deferred_sums = deferred_sums
         self._layout = BucketLayout(
             managed,
@@ -336,7 +347,9 @@ class Reducer(BackwardObserver):
         return is_last and not self.transport.needs_signals_first
 
     def _post(self, step: Step) -> None:
-        """Tell the peers what this rank contributes; learn whether any of them has failed."""
+        """Tell the peers what this rank contributes; where buckets have to wait for that, learn
+        whether any of them has failed.
+        """
         step.phase = Phase.EXCHANGING
         signal = Signal(
             Call.BACKWARD,
@@ -346,8 +359,9 @@ class Reducer(BackwardObserver):
             sums_nothing_later=not all(each.is_wanted for each in self._deferred_sums),
         )
         is_single = len(self._layout.buckets) == 1 and not self._layout.defers_sums
-        self.transport.post(signal, single_bucket=is_single)
-        if self.transport.needs_signals_first:
+        weigh = functools.partial(weights_by_signals, rule=self.rule) if self._weighs_late else None
+        self.transport.post(signal, single_bucket=is_single, weigh=weigh)
+        if self._awaits_signals:
             self._telemetry.enter_step_wait(self.history.steps, at_end=False)
             try:
                 signals = self.transport.signals()
@@ -530,7 +544,7 @@ class Reducer(BackwardObserver):
         if self.comm_hook is not None:
             self.comm_hook.finish()
         self.forwards.wait_for_futures()
-        if not self.transport.needs_signals_first:
+        if not self._awaits_signals:
             signals = self.transport.signals()
             self._check(signals)
             self._set_weights(step, signals)
@@ -623,7 +637,7 @@ class Reducer(BackwardObserver):
         self.settle_dropped()
         self.follow_plan()
         self.transport.post(Signal(Call.ANSWER))
-        at_end = not self.transport.needs_signals_first
+        at_end = not self._awaits_signals
         self._telemetry.enter_step_wait(self.history.steps, at_end=at_end)
         try:
             signals = self.transport.signals()

@@ -14,7 +14,7 @@ import enum
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from paceline.ddp.weighting import NOTHING, Basis, Contribution
+from paceline.ddp.weighting import NOTHING, AverageRule, Basis, Contribution, weights_of
 from paceline.errors import MismatchError
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "calls_mismatch",
     "common_call",
     "refuse_half_stated",
+    "weights_by_signals",
 ]
 
 SIGNAL_WIDTH = 8  # numbers a packed signal has
@@ -160,3 +161,16 @@ def refuse_half_stated(signals: Sequence[Signal], name: str) -> None:
             "rank, or on none.",
             {rank: str(basis) for rank, basis in bases.items()},
         )
+
+
+def weights_by_signals(signals: Sequence[Signal], rule: AverageRule) -> list[float] | None:
+    """Every rank's weight in a backward that ranks have opened by these signals; None if it cannot
+    count: a rank failed, or they do not go together.
+    """
+    if common_call(signals) is not Call.BACKWARD or any(signal.failed for signal in signals):
+        return None
+    try:
+        refuse_half_stated(signals, "")
+    except MismatchError:
+        return None
+    return weights_of([signal.contribution for signal in signals], rule)

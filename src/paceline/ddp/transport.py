@@ -2,7 +2,7 @@
 
 A step, and any exchange of signals without a step, is a sequence of calls in this order:
 
-    post(signal)           what this rank is about to do, how many samples it contributes
+    post(signal, weigh)    what this rank is about to do, how many samples it contributes
     signals()              wait for all ranks' posted signals; may be called again
     set_weights(weights)   every rank's factor in the sum, computed from those signals
     launch(bucket)         a bucket is full; in plan order, never waits for the peers' gradients
@@ -11,8 +11,9 @@ A step, and any exchange of signals without a step, is a sequence of calls in th
                            of close(), or those of post() if there was none
 
 A transport that scales before it sums needs the weights before the first `launch`
-(`needs_signals_first`); one that sums at the end of backward needs them before `complete` only, so
-that nobody waits while gradients are still computed. Calls that come in another order are a mistake
+(`needs_signals_first`), or to be told how they follow from the signals: `weigh`. One that sums at
+the end of backward needs them before `complete` only, so that nobody waits while gradients are
+still computed. Calls that come in another order are a mistake
 in this package and raise `TransportMisuse` before anything is sent: a peer would wait forever for
 what was skipped. After an error the operation is over; `abandon()` forgets it.
 """
@@ -21,8 +22,8 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Sequence
-from typing import NoReturn
+from collections.abc import Callable, Sequence
+from typing import NoReturn, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -39,7 +40,11 @@ from paceline.ddp.group_calls import (
 from paceline.ddp.plan import BucketLimits, ManagedParameter
 from paceline.ddp.signals import Signal
 
-__all__ = ["Transport", "TransportMisuse", "TransportState"]
+__all__ = ["Transport", "TransportMisuse", "TransportState", "Weigh"]
+
+# Every rank's factor in the sum, from all ranks' signals; None if they show that the step cannot
+# count. Pure, and called on any thread.
+Weigh: TypeAlias = Callable[[Sequence[Signal]], list[float] | None]
 
 
 class TransportMisuse(RuntimeError):
@@ -72,6 +77,9 @@ class Transport(abc.ABC):
     # Whether launch() needs the peers' signals: then a step that fails at its beginning has sent
     # nothing.
     needs_signals_first = True
+    # Whether it is enough for that if post() is told how to weigh: no bucket is sent if the signals
+    # show that the step cannot count.
+    weighs_late = False
     # Whether broadcasts that are under way together are quicker than gathering the same.
     overlaps_broadcasts = False
     # Whether all work is done at the end of backward: then nobody needs to know when a gradient
@@ -88,6 +96,7 @@ class Transport(abc.ABC):
         self.members: tuple[int, ...] = _members(group)
         self._state = _IDLE
         self._has_weights = False
+        self._weigh: Weigh | None = None
         self._launched = 0
 
     @property
@@ -96,11 +105,16 @@ class Transport(abc.ABC):
 
     # ----------------------------------------------------------------------------- the step's calls
 
-    def post(self, signal: Signal, *, single_bucket: bool = False) -> None:
-        """Begin an operation. `single_bucket`: exactly one bucket follows, at once."""
+    def post(
+        self, signal: Signal, *, single_bucket: bool = False, weigh: Weigh | None = None
+    ) -> None:
+        """Begin an operation. `single_bucket`: exactly one bucket follows, at once. `weigh`: what
+        `set_weights` will be given, where the transport `weighs_late`.
+        """
         if self._state is not _IDLE:
             self._refuse("post", "the operation before it was neither completed nor abandoned")
         self._state, self._has_weights, self._launched = _POSTED, False, 0
+        self._weigh = weigh
         self._post(signal, single_bucket)
 
     def signals(self) -> list[Signal]:
@@ -128,7 +142,7 @@ class Transport(abc.ABC):
         """This rank's share of a bucket is there."""
         if self._state is _IDLE:
             self._refuse("launch", "nothing was posted")
-        if self.needs_signals_first and not self._has_weights:
+        if self.needs_signals_first and not self._has_weights and self._weigh is None:
             self._refuse("launch", "the weights are not set")
         if self._state is _SEALED:
             self._refuse("launch", "the last bucket was launched already")
@@ -150,7 +164,7 @@ class Transport(abc.ABC):
         """Wait for all launched buckets, and end the operation."""
         if self._state is _IDLE:
             self._refuse("complete", "nothing was posted")
-        if self._launched and not self._has_weights:
+        if self._launched and not self._has_weights and self._weigh is None:
             self._refuse("complete", "buckets were launched, but the weights are not set")
         try:
             return self._complete(telemetry)

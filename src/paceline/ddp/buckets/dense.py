@@ -329,8 +329,12 @@ class DenseBucket(Bucket):
     def all_reduce(
         self, group: dist.ProcessGroup, factor: float, wire_dtype: torch.dtype | None
     ) -> Waitable:
-        sent = self._with_trailer if self._trailer_length else self.wire()
-        return all_reduce_scaled(group, sent, factor, wire_dtype)
+        return all_reduce_scaled(group, self.sent, factor, wire_dtype)
+
+    @property
+    def sent(self) -> torch.Tensor:
+        """What `all_reduce` sums."""
+        return self._with_trailer if self._trailer_length else self.wire()
 
     @property
     def trailer(self) -> torch.Tensor | None:
