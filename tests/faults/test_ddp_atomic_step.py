@@ -23,11 +23,11 @@ WITHIN_S = 20.0  # far from the group's limit, however busy the machine is
 @pytest.fixture(params=["gloo", "paceline", "hosts"])
 def ranks(request):
     """`run_ranks` on sockets, on shared memory, and each rank on a host of its own."""
-    return functools.partial(run_ranks, env={"WAY": request.param}, timeout=90)
+    return functools.partial(run_ranks, env={"BACKEND": request.param}, timeout=90)
 
 
 def join_group(**options):
-    way = os.environ["WAY"]
+    way = os.environ["BACKEND"]
     if way == "hosts":
         create.host_identity = lambda: f"host{os.environ['RANK']}"
     init_group("paceline" if way == "hosts" else way, **options)
@@ -461,7 +461,7 @@ def skip_until_a_peer_is_killed(rank, world, moment):
 )
 def test_the_loss_of_a_peer_is_never_skipped(ranks, moment, outcomes):
     survivor, _ = ranks(2, skip_until_a_peer_is_killed, moment, check=False)
-    if moment == "caught" and ranks.keywords["env"]["WAY"] == "hosts":
+    if moment == "caught" and ranks.keywords["env"]["BACKEND"] == "hosts":
         # The group is known to be lost, which is all that its connections tell a second time.
         outcomes = [*outcomes[:-1], "GroupAborted"]
     assert survivor.value == outcomes
@@ -602,4 +602,4 @@ def ask_for_an_unknown_policy(rank, world):
 
 
 def test_an_unknown_policy_is_refused():
-    run_ranks(1, ask_for_an_unknown_policy, env={"WAY": "gloo"})
+    run_ranks(1, ask_for_an_unknown_policy, env={"BACKEND": "gloo"})

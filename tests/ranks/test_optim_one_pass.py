@@ -402,7 +402,7 @@ def said_once(rank, world):
     logger.addHandler(handler)
     model = paceline.DistributedDataParallel(Net())
     train(model, OPTIMIZERS["AdamW"](model.parameters(), one_pass=True), rank, 4)
-    said = [line for line in lines if "own gradient in .grad" in line]
+    said = [line for line in lines if "each rank's own gradient" in line]
     assert len(said) == (1 if rank == 0 else 0)
 
 

@@ -1146,3 +1146,58 @@ def test_a_scaler_is_ready_on_a_rank_that_has_scaled_nothing():
     make(state={"scaler": scaler})
     scaler.update(2.0)  # refused before a scaler has set itself up
     assert scaler.get_scale() == 2.0
+
+
+# --- what newcomers do ----------------------------------------------------------------------------
+
+
+def test_a_name_that_some_shards_do_not_log_is_refused():
+    model, _, training = make()
+
+    def train_one():
+        for batch in training.batches():
+            for number, (x, y) in enumerate(batch.shards()):
+                F.mse_loss(model(x), y).backward()
+                batch.log(**({"loss": 1.0, "late": 2.0} if number else {"loss": 1.0}))
+            return
+
+    with pytest.raises(
+        StepError, match=r"'late' was not logged for shards \[0\] \(of ranks \[0\]\)"
+    ):
+        train_one()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_shard_may_log_nothing_for_a_name():
+    model, _, training = make()
+    for batch in training.batches():
+        for number, (x, y) in enumerate(batch.shards()):
+            F.mse_loss(model(x), y).backward()
+            batch.log(large=torch.full((number,), 3.0))
+        assert batch.metrics == {"large": 3.0}
+        break
+
+
+def test_a_step_with_gradients_of_the_bare_loader_is_refused():
+    model, optimizer, training = make()
+    optimizer.step()  # without gradients it does nothing, as some schedules want it
+    for x, y in training.loader:
+        F.mse_loss(model(x), y).backward()
+        with pytest.raises(StepError, match=r"Loop over training\.batches\(\)"):
+            optimizer.step()
+        break
+    optimizer.zero_grad()
+    for batch in training.batches():
+        step(model, batch, optimizer)
+
+
+def test_mistakes_inside_a_batch_say_what_to_write():
+    model, _, training = make()
+    for batch in training.batches():
+        with pytest.raises(StepError, match=r"use batch\.shards\(\)"):
+            list(batch)
+        backward(model, batch)
+        with pytest.raises(KeyError, match=r"'accuracy' was not logged \(loss\).*batch\.log\("):
+            batch.metrics["accuracy"]
+        assert batch.metrics.get("accuracy") is None
+        break

@@ -10,8 +10,16 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from paceline._torch_internals import PrefixStore, default_store
+from paceline.backend import PacelineGroup
+from paceline.backend.host_engine import HostEngine
 from paceline.core.store_exchange import exchange
-from paceline.errors import ConfigError, MismatchError, PacelineError
+from paceline.errors import (
+    ConfigError,
+    MismatchError,
+    PacelineError,
+    PeerLost,
+    describe_exit,
+)
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import Phase, WaitLabel
 
@@ -49,7 +57,7 @@ class RankAgreement:
             "begin",
             f"{self._call} {json.dumps(names)}",
             "did not call it. Call it on every rank - only rank 0 writes - not inside "
-            "`if rank == 0:`",
+            "`if rank == 0:` or `if paceline.is_main():`",
         )
         if len(set(calls)) > 1:
             table = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
@@ -86,7 +94,13 @@ class RankAgreement:
         if self._store is None:
             return [value]
         label = WaitLabel(self._call, number=group_number(f"{self._key}/{moment}")).packed()
-        with recorder.during(Phase.SAVE), recorder.waiting(label, 1):
+        with (
+            recorder.during(Phase.SAVE),
+            recorder.waiting(label, 1),
+            self._explaining_lost_peer(
+                f"and {what_is_missing}" if moment == "begin" else "before that was over"
+            ),
+        ):
             values = exchange(
                 self._store,
                 f"{self._key}/{moment}",
@@ -94,9 +108,33 @@ class RankAgreement:
                 range(self._world_size),
                 value,
                 self._timeout,
+                pids=_peers_on_this_host(),
                 describe_missing=lambda missing: (
                     f"rank {self.rank} called {self._call} and waited "
                     f"{self._timeout.total_seconds():g} s, but ranks {missing} {what_is_missing}"
                 ),
             )
         return list(values.values())
+
+    @contextlib.contextmanager
+    def _explaining_lost_peer(self, what_it_means: str) -> Iterator[None]:
+        try:
+            yield
+        except PeerLost as lost:
+            if lost.rank is None:
+                raise
+            raise PeerLost(
+                f"rank {self.rank} called {self._call}, but rank {lost.rank} (pid {lost.pid}) "
+                f"ended ({describe_exit(lost.exitcode)}) {what_it_means}",
+                rank=lost.rank,
+                pid=lost.pid,
+                exitcode=lost.exitcode,
+            ) from lost
+
+
+def _peers_on_this_host() -> dict[int, int] | None:
+    """The processes of the ranks, where these share memory."""
+    group = dist.group.WORLD
+    if isinstance(group, PacelineGroup) and isinstance(group.engine, HostEngine):
+        return group.engine.comm.pids
+    return None

@@ -61,7 +61,7 @@ class GlobalBatch:
         self._setting, self._seeds, self._on_complete = setting, seeds, on_complete
         self._passes = 0
         self._state = _State.NOT_BEGUN
-        self._metrics: dict[str, float] = {}
+        self._metrics = _Metrics()
         self._pass: ShardPass | None = None
         self._in_shard = False
         seed_generators(seeds(0).before)
@@ -109,9 +109,13 @@ class GlobalBatch:
             self._state = _State.FAILED
             result = self._complete(work, queue, failure)
         self._pass = None
-        self._metrics.update(result.metrics)
+        self._metrics = _Metrics({**self._metrics, **result.metrics})
         self._state = _State.COMPLETE
         self._on_complete(result)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Refused: samples come in shards."""
+        raise StepError("a global batch is not looped over itself: use batch.shards()")
 
     def _complete(
         self, work: ShardPass, queue: ShardQueue, failure: StepError | None
@@ -217,6 +221,16 @@ class GlobalBatch:
     def release_inputs(self) -> None:
         """Let go of the inputs and of the loader."""
         self._inputs.release()
+
+
+class _Metrics(dict[str, float]):
+    """Says what to do about a name that was not logged."""
+
+    def __missing__(self, name: str) -> float:
+        raise KeyError(
+            f"{name!r} was not logged ({', '.join(self) or 'nothing was'}): call "
+            f"batch.log({name}=...) inside the loop over batch.shards()"
+        )
 
 
 def _end(work: ShardPass, task: Task) -> StepError | None:

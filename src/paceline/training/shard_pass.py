@@ -172,6 +172,7 @@ class ShardPass:
             if missing := missing_shards(computed, self._plan.shards):
                 return deal(missing, exchange.size)[exchange.rank]
             self._check_audit(messages)
+            self._check_metrics(messages)
             means = self._average(messages)
         except BaseException:
             self._gradients.put_back()
@@ -253,6 +254,24 @@ class ShardPass:
                     f"{message.failure}",
                     rank,
                 ) from failure
+
+    def _check_metrics(self, messages: Sequence[_Message]) -> None:
+        """A name that some shards have not logged would have the mean of the others."""
+        logged = {number: set(sums) for each in messages for number, sums in each.metrics.items()}
+        if len({*map(frozenset, logged.values())}) == 1:
+            return
+        names = set[str]().union(*logged.values())
+        name, lacking = next(
+            (name, lacking)
+            for name in sorted(names)
+            if (lacking := [number for number, own in sorted(logged.items()) if name not in own])
+        )
+        ranks = [rank for rank, each in enumerate(messages) if {*lacking} & {*each.metrics}]
+        raise StepError(
+            f"{self._place} counts on no rank: {name!r} was not logged for shards {lacking} (of "
+            f"ranks {ranks}), but for others, so it has no mean over the global batch. Call "
+            "batch.log for every shard, on every rank; a tensor without elements counts for nothing"
+        )
 
     def _check_audit(self, messages: Sequence[_Message]) -> None:
         if self._audit is not None:

@@ -190,6 +190,7 @@ class Training:
         self._batch: GlobalBatch | None = None
         self._inputs: EpochInputs | None = None
         self._counted_step = -1
+        self._has_begun = False  # the first loop over the batches
         self._metrics: Mapping[str, float] = {}
         self._changed_buffers: set[str] = set()
         self._parameters = ParameterSet(model)
@@ -270,6 +271,7 @@ class Training:
         self._check_not_in_shards("training.batches() was called")
         if self._epoch_done:
             self._begin_next_epoch()
+        self._has_begun = True
         with self._training_environment():
             buffers = BufferSet(self.model)
             self._find_parameters()
@@ -450,6 +452,14 @@ class Training:
 
     def _before_optimizer_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._check_not_in_shards("optimizer.step() was called")
+        if not self._has_begun and any(
+            p.grad is not None for group in optimizer.param_groups for p in group["params"]
+        ):
+            raise StepError(
+                "optimizer.step() was called before the first loop over training.batches(): these "
+                "gradients are of this rank alone. Loop over training.batches() and batch.shards() "
+                "instead of the loader"
+            )
         if self._batch is not None and not self._parameters.has_all_of(optimizer):
             raise StepError(
                 "the optimizer has parameters that it or the model did not have when the loop over "
