@@ -4,6 +4,7 @@ wrong.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -13,6 +14,7 @@ import pytest
 
 import paceline
 from paceline.errors import CollectiveTimeout, ConfigError
+from paceline.launch import init
 from tests.harness import init_group, run_ranks
 from tests.harness.launched import reserved_port, wait_for_files
 
@@ -126,6 +128,23 @@ def test_a_missing_rank_is_named_by_all_that_came(port, tmp_path):
         return caught.value.missing
 
     assert run_ranks(3, join) == [(1,), None, (1,)]
+
+
+def test_a_long_wait_for_other_ranks_is_told(port):
+    def join(rank, world):
+        _become({"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port})
+        os.environ["PACELINE_JOIN_TIMEOUT"] = "3"
+        lines, handler = [], logging.Handler()
+        handler.emit = lambda record: lines.append(record.getMessage())
+        logging.getLogger("paceline").addHandler(handler)
+        init._LONG_WAIT_S = 0.2
+        with pytest.raises(CollectiveTimeout):
+            paceline.init_process_group("gloo")
+        return [line for line in lines if "waited" in line]
+
+    ((line,),) = run_ranks(1, join)
+    assert line.startswith("rank 0 of 2 (")
+    assert "to run alone, remove the variables" in line
 
 
 def test_a_missing_rank_0_is_named(port):

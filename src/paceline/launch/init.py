@@ -11,9 +11,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import logging
 import math
 import os
 import sys
+import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.core import host_identity, native_status
@@ -60,7 +63,10 @@ __all__ = [
     "placement",
 ]
 
+_logger = logging.getLogger("paceline")
+
 _JOIN_TIMEOUT_S = 300.0
+_LONG_WAIT_S = 30.0  # until a line says whom this rank waits for
 _LONGEST_TIMEOUT_S = 1e8  # some years: more than a store or a clock takes is a mistake
 
 
@@ -157,18 +163,46 @@ def _join(
     """Meet the ranks that the environment describes, and create the default group with them."""
     import torch.distributed as dist
 
-    job_store = open_store(env, os.environ, timeout_s)
-    try:
-        with joining(), open_group_store(job_store) as store:
-            placement = agree_on_placement(env, store, timeout_s)
-    finally:
-        job_store.remove_port_file()
+    with _telling_of_a_long_wait(env, timeout_s):
+        job_store = open_store(env, os.environ, timeout_s)
+        try:
+            with joining(), open_group_store(job_store) as store:
+                placement = agree_on_placement(env, store, timeout_s)
+        finally:
+            job_store.remove_port_file()
     _use_threads(placement, threads)
     _use_device(placement)
     dist.init_process_group(
         choice.backend, store=store, rank=env.rank, world_size=env.world_size, **options
     )
     return ProcessContext(placement, store, serves_store=job_store.served_here)
+
+
+@contextlib.contextmanager
+def _telling_of_a_long_wait(env: RankEnv, timeout_s: float) -> Iterator[None]:
+    """Variables that an earlier job has left in a shell make a script wait for ranks that nobody
+    has started.
+    """
+
+    def tell() -> None:
+        _logger.warning(
+            "rank %d of %d (%s) has waited %g s for the others to join. Start them; or, to run "
+            "alone, remove the variables that say so. It gives up after %g s.",
+            env.rank,
+            env.world_size,
+            env.source,
+            _LONG_WAIT_S,
+            timeout_s,
+        )
+
+    timer = threading.Timer(_LONG_WAIT_S, tell)
+    timer.daemon = True
+    if env.world_size > 1:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _prepare_elastic(
