@@ -64,6 +64,7 @@ typedef struct {
 } wait_note;
 
 enum { STAGED, SUMMED, FETCHED, PIPELINE_STEPS }; /* see pipeline.h */
+enum { PART_STAGED, PART_SUMMED, PART_COMBINED, PART_FETCHED, HOSTS_STEPS }; /* hosts_reduction.c */
 
 typedef struct {
     _Alignas(CACHE_LINE) _Atomic uint32_t state;
@@ -77,6 +78,7 @@ typedef struct {
     uint32_t reads_all;
     _Alignas(CACHE_LINE) _Atomic uint32_t phase; /* last phase this rank reached */
     event_count progress[PIPELINE_STEPS]; /* blocks this rank has staged, summed and fetched */
+    event_count parts[HOSTS_STEPS];       /* the same of reductions over hosts */
     event_count doorbell;                 /* advanced by peers when a message channel moved */
     wait_note waits[WAIT_PLACES];
     plc_call diverged; /* where this rank was when ranks were found to diverge */
@@ -123,6 +125,7 @@ struct plc_comm {
     uint32_t phase;            /* last phase this rank reached */
     uint32_t slot;             /* which of the two slots the next use writes */
     uint32_t blocks;           /* blocks that went through the pipeline so far */
+    uint32_t parts;            /* parts of reductions over hosts so far */
     uint32_t arenas;           /* opened so far; their numbers are the same on every rank */
     bool direct;               /* every rank may read every other's memory */
     _Atomic uint64_t sequence; /* calls made */
@@ -234,6 +237,9 @@ int run_broadcast(op_context *ctx);
 int run_allgather(op_context *ctx); /* and gather */
 int run_reduce_scatter(op_context *ctx);
 int run_alltoall(op_context *ctx); /* and scatter */
+int run_hosts_begin(op_context *ctx);
+int run_hosts_finish(op_context *ctx);
+int run_hosts_abandon(op_context *ctx);
 
 /* --- instruction_sets.c ----------------------------------------------------------------------- */
 /* The number of the best set this machine has, or of the one with this name; -1 if there is none.
@@ -250,6 +256,9 @@ void reduce_block_twice(void *out, void *copy, const void *const *inputs, uint32
                         uint64_t count, uint32_t dtype, uint32_t op, double factor);
 void reduce_block_for(void *out, const void *const *inputs, uint32_t ranks, uint64_t count,
                       uint32_t dtype, uint32_t op, double factor, uint64_t divisor);
+
+/* --- rounding.c ------------------------------------------------------------------------------- */
+void expand_bf16(float *out, const uint16_t *values, uint64_t count);
 
 /* --- direct_read.c ---------------------------------------------------------------------------- */
 /* Copy from a peer's own memory. */

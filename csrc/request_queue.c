@@ -40,6 +40,9 @@ static int execute(plc_comm *comm, const plc_request *q) {
         [PLC_SCATTER] = run_alltoall,
         [PLC_REDUCE_SCATTER] = run_reduce_scatter,
         [PLC_ALLTOALL] = run_alltoall,
+        [PLC_HOSTS_BEGIN] = run_hosts_begin,
+        [PLC_HOSTS_FINISH] = run_hosts_finish,
+        [PLC_HOSTS_ABANDON] = run_hosts_abandon,
     };
     if (!request_is_valid(comm, q)) return PLC_INVALID;
     int failure = known_failure(comm);

@@ -6,6 +6,7 @@
 
 typedef struct {
     void (*round)(uint16_t *out, const float *values, uint64_t count);
+    void (*expand)(float *out, const uint16_t *values, uint64_t count);
     void (*sum)(float *out, const uint16_t *const *inputs, uint32_t ranks, uint64_t count);
 } rounding_kernels;
 
@@ -25,4 +26,8 @@ int plc_sum_of_bf16(float *out, const uint16_t *const *inputs, uint32_t ranks, u
     if (ranks < 2) return PLC_INVALID;
     kernels_of(choose_instruction_set(NULL))->sum(out, inputs, ranks, count);
     return PLC_OK;
+}
+
+void expand_bf16(float *out, const uint16_t *values, uint64_t count) {
+    kernels_of(choose_instruction_set(NULL))->expand(out, values, count);
 }

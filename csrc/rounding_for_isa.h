@@ -4,6 +4,10 @@ ISA_TARGET static void ISA_NAME(round_all)(uint16_t *out, const float *values, u
     INDEPENDENT for (uint64_t i = 0; i < count; i++) out[i] = store_bf16(values[i]);
 }
 
+ISA_TARGET static void ISA_NAME(expand_all)(float *out, const uint16_t *values, uint64_t count) {
+    INDEPENDENT for (uint64_t i = 0; i < count; i++) out[i] = load_bf16(values[i]);
+}
+
 ISA_TARGET static void ISA_NAME(sum_all)(float *out, const uint16_t *const *inputs, uint32_t ranks,
                                          uint64_t count) {
     /* The sum of a block stays in the first-level cache while more inputs are added to it. */
@@ -20,4 +24,5 @@ ISA_TARGET static void ISA_NAME(sum_all)(float *out, const uint16_t *const *inpu
     }
 }
 
-static const rounding_kernels ISA_NAME(rounding) = {ISA_NAME(round_all), ISA_NAME(sum_all)};
+static const rounding_kernels ISA_NAME(rounding) = {ISA_NAME(round_all), ISA_NAME(expand_all),
+                                                    ISA_NAME(sum_all)};

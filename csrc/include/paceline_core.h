@@ -17,7 +17,7 @@ extern "C" {
 #define PLC_API __attribute__((visibility("default")))
 
 /* Raised whenever this file changes in a way that older callers would not survive. */
-#define PLC_ABI_VERSION 11
+#define PLC_ABI_VERSION 12
 
 #define PLC_MAX_RANKS 1024
 #define PLC_ANY_SOURCE (-1)
@@ -36,6 +36,7 @@ typedef enum {
     PLC_SIZE = 9,      /* a message and the buffer given for it have different sizes */
     PLC_NESTED = 10,   /* called by a signal handler within a call on the same communicator */
     PLC_DIVERGED = 11, /* ranks wait for each other in different places; see plc_comm_calls */
+    PLC_WIRE = 12,     /* what carries messages to other hosts failed; its owner knows why */
 } plc_status;
 
 typedef enum {
@@ -53,6 +54,7 @@ typedef enum {
 typedef enum {
     PLC_BARRIER, PLC_ALLREDUCE, PLC_REDUCE, PLC_BROADCAST, PLC_ALLGATHER, PLC_GATHER,
     PLC_SCATTER, PLC_REDUCE_SCATTER, PLC_ALLTOALL,
+    PLC_HOSTS_BEGIN, PLC_HOSTS_FINISH, PLC_HOSTS_ABANDON, /* input: a plc_hosts_reduction */
     PLC_KINDS,
     PLC_BUCKET = PLC_KINDS, /* no call: the definition of a bucket, where the ranks' differ, or a
                              * wait in one: sequence is the bucket, label the number of its arena */
@@ -89,6 +91,51 @@ typedef struct {
     uint32_t finished;          /* becomes 1, a futex word */
     void *next;
 } plc_request;
+
+/* How a rank reaches the ranks of its lane, one on each other host. Messages between two hosts arrive
+ * in the order in which they were sent. Each call returns 0, or something else if it failed. */
+typedef struct {
+    void *context;
+    /* The memory of the next message to send. */
+    int (*take)(void *context, void **data);
+    /* Send `bytes` of the memory taken last, to one host or, with -1, to all others. It may be read
+     * from then on, not written. */
+    int (*send)(void *context, int32_t host, uint64_t bytes);
+    /* Wait for the next message from a host; `data` is valid until it is released. */
+    int (*receive)(void *context, uint32_t host, const void **data);
+    int (*release)(void *context, uint32_t host);
+} plc_wire;
+
+#define PLC_MAX_HOSTS 1024
+#define PLC_MAX_DEPTH 4
+
+/* A reduction over the ranks of several hosts, as one rank of one of them sees it. Blocks, slices
+ * and pieces: see backend/hierarchical_reduce.py, which plans them. All but `data`, `scratch`, the
+ * wire and what concerns one rank is the same on all ranks of a host. */
+typedef struct {
+    plc_wire wire;
+    uint32_t host, hosts;  /* the number of this host, and how many there are */
+    uint32_t lanes;        /* ranks below this have a wire */
+    uint32_t depth;        /* blocks on their way: the ones behind them are summed meanwhile */
+    uint32_t in_pieces;    /* each host sums a piece of a slice, and sends the sum to the others */
+    uint32_t dtype;
+    uint32_t op, op_between; /* inside a host, and of the hosts' results */
+    uint32_t rounds;         /* float32 that crosses as bfloat16 */
+    double factor;           /* of `op` */
+    uint64_t divisor;        /* of the final sum, or 1 */
+    uint32_t sends, receives; /* whether this host sends its sums, and gets the others' */
+    uint32_t reads;           /* whether this rank gets the result */
+    void *data;               /* this rank's numbers, replaced by the result */
+    uint64_t blocks;
+    const uint64_t *slice_starts, *slice_counts; /* by block and lane, in elements */
+    const uint64_t *piece_starts, *piece_counts; /* of this rank's slices, by block and host */
+    void *scratch;        /* depth + 2 rows */
+    uint64_t row_bytes;   /* room for the longest slice each */
+    /* The core's own, between PLC_HOSTS_BEGIN and the end. */
+    uint32_t slot;
+    uint64_t part_bytes, staged, summed, combined, fetched;
+    void *sent[PLC_MAX_DEPTH + 1];
+} plc_hosts_reduction;
 
 /* One message between two ranks. */
 typedef struct {

@@ -45,11 +45,13 @@ from paceline.backend.engine import SUM, Reduction
 from paceline.backend.host_engine import core_dtype
 from paceline.backend.host_placement import cut_range
 from paceline.backend.lane import LaneMessage, message_capacity
+from paceline.backend.lane_wire import LaneWire
 from paceline.backend.link_speed import LinkSpeed
 from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core import abi
-from paceline.core.abi import Kind, Request
+from paceline.core.abi import HostsReduction, Kind, Request
 from paceline.core.dtypes import BYTES, Op
+from paceline.errors import MismatchError
 
 __all__ = ["HostwiseReduction", "ReducePlan", "is_short", "reduce_hierarchically", "wire_dtype_of"]
 
@@ -163,15 +165,14 @@ def reduce_hierarchically(
     """Reduce a contiguous tensor over all ranks, in place; with a `root`, on that rank only."""
     if plan.count == 0:
         call.agree()
-    elif root is not None and not plan.is_short and plan.hosts == 2:
-        _RootReduction(call, tensor, op, plan, wire_dtype, root).run()
+        return
+    # Only the root's tensor may change. Of two hosts' long ones no other does.
+    is_read = root in (None, call.placement.rank) or not (plan.is_short or plan.hosts > 2)
+    own = tensor if is_read else tensor.clone()
+    if plan.is_short:
+        _ShortReduction(call, own, op).run()
     else:
-        # Only the root's tensor may change.
-        own = tensor if root in (None, call.placement.rank) else tensor.clone()
-        if plan.is_short:
-            _ShortReduction(call, own, op).run()
-        else:
-            _BlockReduction(call, own, op, plan, wire_dtype).run()
+        _BlockReduction(call, own, op, plan, wire_dtype, root).run()
 
 
 _ADDING = (Op.SUM, Op.AVG, Op.PREMUL_SUM)
@@ -315,168 +316,8 @@ class _ShortReduction(HostwiseReduction):
 
 
 class _BlockReduction(HostwiseReduction):
-    """Blocks in three steps, several of them under way at any time."""
-
-    def __init__(
-        self,
-        call: MultiHostCall,
-        tensor: torch.Tensor,
-        op: Reduction,
-        plan: ReducePlan,
-        wire_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(call, tensor, op, wire_dtype)
-        self._plan = plan
-        self._flat = tensor.view(-1)
-        self._address = tensor.data_ptr()
-        self._lane_index = self._placement.local_index
-        # The only rank of its host has the host's sum in its tensor, unless that is scaled.
-        self._is_alone = (
-            len(self._placement.local) == 1
-            and plan.in_pieces
-            and self._arithmetic.inside.code != Op.PREMUL_SUM
-        )
-        # What this rank sent of the blocks under way.
-        self._sent: dict[int, LaneMessage] = {}
-        # The host's sums of this rank's slices: not in the tensor, which changes only when it is
-        # known that all hosts make this call.
-        under_way = _DEPTH + 1 if plan.in_pieces else 1
-        self._sums = call.workspace((under_way, plan.slice_count), tensor.dtype)
-
-    def run(self) -> None:
-        distributing = 2 * _DEPTH if self._plan.in_pieces else _DEPTH
-        for step in range(self._plan.blocks + distributing):
-            if step < self._plan.blocks:
-                self._contribute(step)
-            if 0 <= step - _DEPTH < self._plan.blocks:
-                self._combine(step - _DEPTH)
-            if step >= distributing:
-                self._distribute(step - distributing)
-
-    def _sum_of(self, block: int) -> torch.Tensor:
-        """Where this rank has the host's sum of a slice."""
-        return self._own_slice(block) if self._is_alone else self._sums[block % len(self._sums)]
-
-    def _own_slice(self, block: int) -> torch.Tensor:
-        """This rank's slice of the tensor. No other rank reads it: the result is put there."""
-        start, count = self._plan.slices(block)[self._lane_index]
-        return self._flat[start : start + count]
-
-    # --- 1. contribute ----------------------------------------------------------------------------
-    def _contribute(self, block: int) -> None:
-        slices = self._plan.slices(block)
-        if not self._call.speaks:
-            self._reduce_scatter(block, slices, None)
-            return
-        count = slices[self._lane_index][1]
-        lane, call = self._call.links.lane, self._call
-        if self._plan.in_pieces:
-            mine = self._sum_of(block)
-            if not self._is_alone:
-                self._reduce_scatter(block, slices, mine.data_ptr())
-            pieces = self._plan.pieces(count)
-            for host in self._placement.other_hosts:
-                start, length = pieces[host]
-                message = lane.outgoing(call.header, call.left())
-                self._put_on_wire(message, mine[start : start + length])
-                lane.send(message, length * self._wire_element, [host])
-            return
-        message = lane.outgoing(call.header, call.left())
-        if self._rounds:
-            mine = self._sum_of(block)
-            self._reduce_scatter(block, slices, mine.data_ptr())
-            self._core.plc_round_to_bf16(message.address, mine.data_ptr(), count)
-        else:
-            self._reduce_scatter(block, slices, message.address)
-        lane.send(message, count * self._wire_element, self._placement.other_hosts)
-        self._sent[block] = message
-
-    def _reduce_scatter(
-        self, block: int, slices: Sequence[tuple[int, int]], output: int | None
-    ) -> None:
-        """The host's sum of this rank's slice."""
-        self._sum_on_host(*self._table(slices, 1), output, is_first=block == 0)
-
-    def _table(
-        self, slices: Sequence[tuple[int, int]], unit: int
-    ) -> tuple[C.Array[C.c_void_p], C.Array[C.c_uint64]]:
-        """Addresses and lengths of the slices, for the core: one per local rank; those without a
-        lane have none.
-        """
-        ranks = len(self._placement.local)
-        addresses = (self._address + start * self._element for start, _ in slices)
-        return (
-            (C.c_void_p * ranks)(*addresses),
-            (C.c_uint64 * ranks)(*(count * unit for _, count in slices)),
-        )
-
-    def _put_on_wire(self, message: LaneMessage, data: torch.Tensor) -> torch.Tensor:
-        return self._on_wire(message, data.numel()).copy_(data)
-
-    def _on_wire(self, message: LaneMessage, count: int) -> torch.Tensor:
-        return message.data(count * self._wire_element).view(self._wire_dtype)
-
-    # --- 2. combine -------------------------------------------------------------------------------
-    def _combine(self, block: int) -> None:
-        if not self._call.speaks:
-            return
-        out = self._own_slice(block)
-        received = self._receive(block)
-        if self._plan.in_pieces:
-            self._combine_piece(block, out, received)
-        else:
-            self._add_shares(out, received, self._sent.pop(block).address)
-        self._call.received()
-
-    def _receive(self, block: int) -> list[LaneMessage]:
-        call = self._call
-        if block == 0:
-            return call.receive_first()
-        return [call.links.lane.receive(host, call.left()) for host in self._placement.other_hosts]
-
-    def _combine_piece(
-        self, block: int, out: torch.Tensor, received: Sequence[LaneMessage]
-    ) -> None:
-        """Sum this host's piece of the slice, and send the sum to the other hosts."""
-        start, length = self._plan.pieces(out.numel())[self._placement.host]
-        mine = self._sum_of(block)[start : start + length]
-        total = out[start : start + length]
-        lane, call = self._call.links.lane, self._call
-        message = lane.outgoing(call.header, call.left())
-        rounded = mine.to(self._wire_dtype)  # nothing new where they are not
-        self._add_shares(total, received, rounded.data_ptr())
-        on_wire = self._put_on_wire(message, total)
-        if self._rounds:
-            total.copy_(on_wire)
-        lane.send(message, length * self._wire_element, self._placement.other_hosts)
-
-    # --- 3. distribute ----------------------------------------------------------------------------
-    def _distribute(self, block: int) -> None:
-        slices = self._plan.slices(block)
-        request = Request(kind=Kind.ALLGATHER, dtype=BYTES, root=-1)
-        if self._call.speaks:
-            mine = self._own_slice(block)
-            if self._plan.in_pieces:
-                self._receive_pieces(mine)
-            request.count = mine.numel() * self._element
-            request.input = self._address + slices[self._lane_index][0] * self._element
-        request.outputs, request.out_counts = self._table(slices, self._element)
-        self._call.run_local(request)
-
-    def _receive_pieces(self, mine: torch.Tensor) -> None:
-        """The other hosts' sums of their pieces."""
-        lane, call = self._call.links.lane, self._call
-        pieces = self._plan.pieces(mine.numel())
-        for host in self._placement.other_hosts:
-            start, length = pieces[host]
-            message = lane.receive(host, call.left())
-            mine[start : start + length].copy_(self._on_wire(message, length))
-            lane.received(host)
-
-
-class _RootReduction(_BlockReduction):
-    """Of two hosts the root's has the sum. The other one only sends, and nobody but the root gets
-    the result.
+    """Blocks in several steps, many of them under way at any time. The core takes the steps; here
+    is what it has to know.
     """
 
     def __init__(
@@ -486,61 +327,84 @@ class _RootReduction(_BlockReduction):
         op: Reduction,
         plan: ReducePlan,
         wire_dtype: torch.dtype,
-        root: int,
+        root: int | None,
     ) -> None:
-        super().__init__(call, tensor, op, plan, wire_dtype)
-        self._is_root = root == self._placement.rank
-        self._is_at_root = root in self._placement.local
-        self._local_root = self._placement.local.index(root) if self._is_at_root else -1
-        # Sums of blocks under way, one to be rounded, and one for the result.
-        self._sums = call.workspace((_DEPTH + 3, plan.slice_count), tensor.dtype)
+        super().__init__(call, tensor, op, wire_dtype)
+        self._tensor, self._plan = tensor, plan
+        placement = self._placement
+        # Of two hosts the root's has the sum. The other one only sends, and nobody but the root
+        # gets the result.
+        at_root = root is None or plan.hosts > 2 or root in placement.local
+        self._sends = root is None or plan.hosts > 2 or not at_root
+        self._receives = at_root
+        self._reads = root is None or plan.hosts > 2 or root == placement.rank
 
-    def _sum_of(self, block: int) -> torch.Tensor:
-        return self._sums[block % (_DEPTH + 1)]
+    def run(self) -> None:
+        call = self._call
+        wire = call.wire() if call.speaks else None
+        job = self._job(wire)
+        count = self._plan.count
+        call.run_first_local(_step(Kind.HOSTS_BEGIN, job, count), wire=wire)
+        try:
+            self._agree()
+        except MismatchError:
+            call.run_rest(_step(Kind.HOSTS_ABANDON, job, count), None)
+            raise
+        call.run_rest(_step(Kind.HOSTS_FINISH, job, count), wire)
 
-    def _contribute(self, block: int) -> None:
-        if not self._is_at_root or not self._call.speaks:
-            super()._contribute(block)
-            return
-        slices = self._plan.slices(block)
-        mine = self._sum_of(block).data_ptr()
-        total = self._sums[-2].data_ptr() if self._rounds else mine
-        self._reduce_scatter(block, slices, total)
-        if self._rounds:  # as the other host's is
-            self._core.plc_round_to_bf16(mine, total, slices[self._lane_index][1])
-        if block == 0:
-            self._call.send_header()
+    def _agree(self) -> None:
+        """Learn that all hosts make this call, from their first messages. The core waits for those
+        again, and finds them.
+        """
+        call = self._call
+        if call.speaks:
+            if not self._sends:
+                call.send_header()
+            call.receive_first()
+        call.confirm()
+        if call.speaks and not self._receives:
+            call.received()
 
-    def _combine(self, block: int) -> None:
-        if not self._call.speaks:
-            return
-        if self._is_at_root:
-            result = self._result(block)
-            self._add_shares(result, self._receive(block), self._sum_of(block).data_ptr())
-            self._call.received()
-        else:
-            del self._sent[block]
-            if block == 0:
-                self._call.receive_first()
-                self._call.received()
+    def _job(self, wire: LaneWire | None) -> HostsReduction:
+        plan, arithmetic = self._plan, self._arithmetic
+        # Longest first.
+        row_bytes = max(count for _, count in plan.slices(0)) * self._element
+        slices = [part for block in range(plan.blocks) for part in plan.slices(block)]
+        job = HostsReduction(
+            host=self._placement.host,
+            hosts=plan.hosts,
+            lanes=plan.lanes,
+            depth=_DEPTH,
+            in_pieces=plan.in_pieces,
+            dtype=self._dtype,
+            op=arithmetic.inside.code,
+            op_between=arithmetic.between,
+            rounds=self._rounds,
+            factor=arithmetic.inside.scalar,
+            divisor=arithmetic.divisor,
+            sends=self._sends,
+            receives=self._receives,
+            reads=self._reads,
+            data=self._tensor.data_ptr(),
+            blocks=plan.blocks,
+            scratch=self._call.workspace((_DEPTH + 2, row_bytes), torch.uint8).data_ptr(),
+            row_bytes=row_bytes,
+        )
+        job.slice_starts, job.slice_counts = _columns(slices)
+        if plan.in_pieces and self._call.speaks:
+            mine = slices[self._placement.local_index :: plan.lanes]
+            pieces = [piece for _, count in mine for piece in plan.pieces(count)]
+            job.piece_starts, job.piece_counts = _columns(pieces)
+        if wire is not None:
+            job.wire = wire.table
+        return job
 
-    def _result(self, block: int) -> torch.Tensor:
-        """Memory of this rank for the sum of its slice."""
-        return self._sums[-1][: self._plan.slices(block)[self._lane_index][1]]
 
-    def _distribute(self, block: int) -> None:
-        """To the root."""
-        if not self._is_at_root:
-            if block == 0 and not self._call.all_speak:
-                # The others learn that all ranks made the same call.
-                self._call.run_local(Request(kind=Kind.BARRIER, dtype=BYTES, root=-1))
-            return
-        slices = self._plan.slices(block)
-        request = Request(kind=Kind.GATHER, dtype=BYTES, root=self._local_root)
-        if self._call.speaks:
-            result = self._result(block)
-            request.count = result.numel() * self._element
-            request.input = result.data_ptr()
-        if self._is_root:
-            request.outputs, request.out_counts = self._table(slices, self._element)
-        self._call.run_local(request)
+def _columns(ranges: Sequence[tuple[int, int]]) -> tuple[C.Array[C.c_uint64], C.Array[C.c_uint64]]:
+    starts, counts = zip(*ranges, strict=True)
+    array = C.c_uint64 * len(ranges)
+    return array(*starts), array(*counts)
+
+
+def _step(kind: int, job: HostsReduction, count: int) -> Request:
+    return Request(kind=kind, dtype=BYTES, root=-1, count=count, input=C.addressof(job))

@@ -27,6 +27,7 @@ from paceline.backend.call_thread import CallThread
 from paceline.backend.host_engine import HostEngine, address_of
 from paceline.backend.host_placement import Placement
 from paceline.backend.lane import Lane, LaneMessage, MessageHeader, connect, disconnect
+from paceline.backend.lane_wire import LaneWire
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
 from paceline.core.call_errors import calls_mismatch
@@ -69,9 +70,11 @@ class Links:
         self._workspace = torch.empty(0, dtype=torch.uint8)
         self._waiting = CallThread("paceline-hosts-wait")
         self._lane: Lane | None = None
+        self._wire: LaneWire | None = None
         if placement.has_lane:
             lane_store = PrefixStore(f"lane{placement.local_index}/", store)
             self._lane = Lane(lane_store, placement, timeout)
+            self._wire = LaneWire(self._lane, placement.other_hosts)
 
     @property
     def all_ranks(self) -> Any:
@@ -83,6 +86,13 @@ class Links:
         self._check_open()
         assert self._lane is not None, "a rank without a lane sends nothing to other hosts"
         return self._lane
+
+    @property
+    def wire(self) -> LaneWire:
+        """The lane, for the core."""
+        self._check_open()
+        assert self._wire is not None, "a rank without a lane sends nothing to other hosts"
+        return self._wire
 
     def workspace(self, nbytes: int) -> torch.Tensor:
         """Memory for the call that is running."""
@@ -134,7 +144,7 @@ class Links:
         if self._is_open and self._lane is not None:
             self._lane.flush()
         self._is_open = False
-        self._all = self._lane = None
+        self._all = self._lane = self._wire = None
 
 
 class UnevenParts(Exception):
@@ -229,9 +239,17 @@ class MultiHostCall:
         )
 
     # --- do all ranks make the same call? ---------------------------------------------------------
-    def run_first_local(self, request: Request, length: int = 0) -> None:
+    def wire(self) -> LaneWire:
+        """The lane, for steps of this call that the core sends messages in."""
+        wire = self.links.wire
+        wire.serve(self.header, self.left)
+        return wire
+
+    def run_first_local(
+        self, request: Request, length: int = 0, wire: LaneWire | None = None
+    ) -> None:
         """Run the first step in shared memory, which compares the calls of this host's ranks, and
-        a length that belongs to them.
+        a length that belongs to them. `wire`: what it sends messages on.
 
         Raises:
             UnevenParts: on all ranks of this host, if only the lengths or the steps differ.
@@ -241,9 +259,18 @@ class MultiHostCall:
             (record.kind, record.dtype, record.op, record.root, record.count, record.label, length)
         ) & (2**64 - 1)
         try:
-            self._run_local(request)
+            self.run_rest(request, wire)
         except MismatchError:
             self._tell_other_hosts()
+
+    def run_rest(self, request: Request, wire: LaneWire | None) -> None:
+        """Run a step that compares nothing, and may send and receive on a wire."""
+        try:
+            self._run_local(request)
+        except PacelineError:
+            if wire is not None:
+                wire.raise_error()
+            raise
 
     def run_local(self, request: Request) -> None:
         """Run a later step in shared memory. The ranks of this host are known to make one call: if

@@ -18,6 +18,7 @@ __all__ = [
     "CallRecord",
     "Config",
     "Failure",
+    "HostsReduction",
     "Interpreter",
     "JournalState",
     "Kind",
@@ -29,6 +30,7 @@ __all__ = [
     "TreeAverage",
     "TreeSum",
     "Update",
+    "Wire",
     "ERROR_TEXT_BYTES",
     "interpreter",
     "library",
@@ -36,7 +38,7 @@ __all__ = [
     "library_holding_gil",
 ]
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 ANY_SOURCE = -1
 ERROR_TEXT_BYTES = 16 * 1024
 MAX_RANKS = 1024
@@ -48,10 +50,10 @@ class Status:
     """`plc_status`."""
 
     OK, MISMATCH, TIMEOUT, PEER_LOST, PEER_LEFT, ABORTED, INVALID = range(7)
-    SYSTEM, PENDING, SIZE, NESTED, DIVERGED = range(7, 12)
+    SYSTEM, PENDING, SIZE, NESTED, DIVERGED, WIRE = range(7, 13)
     NAMES = (
         *("OK", "MISMATCH", "TIMEOUT", "PEER_LOST", "PEER_LEFT", "ABORTED", "INVALID", "SYSTEM"),
-        *("PENDING", "SIZE", "NESTED", "DIVERGED"),
+        *("PENDING", "SIZE", "NESTED", "DIVERGED", "WIRE"),
     )
 
 
@@ -68,9 +70,12 @@ class Kind:
         SCATTER,
         REDUCE_SCATTER,
         ALLTOALL,
+        HOSTS_BEGIN,
+        HOSTS_FINISH,
+        HOSTS_ABANDON,
         BUCKET,
         ELSEWHERE,
-    ) = range(11)
+    ) = range(14)
     NAMES = (
         "barrier",
         "all_reduce",
@@ -81,6 +86,9 @@ class Kind:
         "scatter",
         "reduce_scatter",
         "all_to_all",
+        "reduction over hosts",
+        "reduction over hosts",
+        "reduction over hosts",
         "bucket",
         "no call",
     )
@@ -121,6 +129,62 @@ class Request(C.Structure):
         ("status", C.c_uint32),
         ("finished", C.c_uint32),
         ("next", C.c_void_p),
+    ]
+
+
+class Wire(C.Structure):
+    """`plc_wire`: how a rank reaches those of its lane."""
+
+    TAKE = C.CFUNCTYPE(C.c_int, C.c_void_p, C.POINTER(C.c_void_p))
+    SEND = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_int32, C.c_uint64)
+    RECEIVE = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint32, C.POINTER(C.c_void_p))
+    RELEASE = C.CFUNCTYPE(C.c_int, C.c_void_p, C.c_uint32)
+
+    _fields_ = [
+        ("context", C.c_void_p),
+        ("take", TAKE),
+        ("send", SEND),
+        ("receive", RECEIVE),
+        ("release", RELEASE),
+    ]
+
+
+class HostsReduction(C.Structure):
+    """`plc_hosts_reduction`: a reduction over several hosts, on one rank."""
+
+    MAX_DEPTH = 4
+
+    _fields_ = [
+        ("wire", Wire),
+        ("host", C.c_uint32),
+        ("hosts", C.c_uint32),
+        ("lanes", C.c_uint32),
+        ("depth", C.c_uint32),
+        ("in_pieces", C.c_uint32),
+        ("dtype", C.c_uint32),
+        ("op", C.c_uint32),
+        ("op_between", C.c_uint32),
+        ("rounds", C.c_uint32),
+        ("factor", C.c_double),
+        ("divisor", C.c_uint64),
+        ("sends", C.c_uint32),
+        ("receives", C.c_uint32),
+        ("reads", C.c_uint32),
+        ("data", C.c_void_p),
+        ("blocks", C.c_uint64),
+        ("slice_starts", C.POINTER(C.c_uint64)),
+        ("slice_counts", C.POINTER(C.c_uint64)),
+        ("piece_starts", C.POINTER(C.c_uint64)),
+        ("piece_counts", C.POINTER(C.c_uint64)),
+        ("scratch", C.c_void_p),
+        ("row_bytes", C.c_uint64),
+        ("slot", C.c_uint32),
+        ("part_bytes", C.c_uint64),
+        ("staged", C.c_uint64),
+        ("summed", C.c_uint64),
+        ("combined", C.c_uint64),
+        ("fetched", C.c_uint64),
+        ("sent", C.c_void_p * (MAX_DEPTH + 1)),
     ]
 
 

@@ -85,6 +85,8 @@ class CallErrors:
             return NativeError(
                 f"rank {self._me}: {call}: a system call failed: {os.strerror(C.get_errno())}"
             )
+        if status == Status.WIRE:
+            return NativeError(f"rank {self._me}: {call}: a message to or from another host failed")
         failure = self._failure()
         where = f"in {call} (call {failure.sequence})"
         return self._group_error(status, failure, where, timeout_ns)
