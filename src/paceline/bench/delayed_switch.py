@@ -3,10 +3,10 @@ does where there is one.
 
     python -m paceline.bench.delayed_switch NANOSECONDS PORT...
 
-runs in the network namespace of the ports, says "ready" and ends when its input is closed. The
-sender's own kernel leaves packets as long as it can, up to 64 KB, and does not fill in their
-checksums; they pass as they are, with a header before each that says so (virtio_net_hdr, see
-PACKET_VNET_HDR in packet(7)). So a link of 1 Gbit/s is some thousand packets a second.
+runs in the network namespace of the ports, says "ready" and ends when its input is closed. Between
+interfaces of one machine the kernel passes packets of up to 64 KB, without checksums. They pass
+here as they are, each with the header that says what is left to do (PACKET_VNET_HDR), so a link of
+1 Gbit/s is only some thousand packets a second.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _SENDER = slice(_VNET_HEADER_BYTES + 6, _VNET_HEADER_BYTES + 12)
 _LONGEST_FRAME_BYTES = 128 << 10
 # Half a second at 1 Gbit/s: more than this process waits for a core.
 _BUFFER_BYTES = 64 << 20
+# However long the delay: what that buffer holds at 50 Gbit/s.
 _LONGEST_UNREAD_NS = 10_000_000
 # Of one port, before others have their turn and frames that are due leave.
 _FRAMES_AT_ONCE = 4
