@@ -186,12 +186,12 @@ def _relay(ports: Sequence[_Port], held: int, delay_ns: int) -> None:
             ready, _, _ = select.select([held], [], [], _seconds_until(min(due_ns, read_ns)))
         if held in ready and not os.read(held, 1024):
             return
+        _send_due(ports, table, buffers)
         now_ns = time.monotonic_ns()
         if due_ns is None or now_ns >= read_ns:
             emptied = [port.receive(buffers) for port in ports]
             if all(emptied):
                 read_ns = now_ns + min(delay_ns, _LONGEST_UNREAD_NS)
-        _send_due(ports, table, buffers)
 
 
 def _first_due_ns(ports: Sequence[_Port]) -> int | None:
