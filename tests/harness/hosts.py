@@ -16,9 +16,11 @@ __all__ = ["SimulatedHosts", "enter", "simulated_hosts"]
 
 
 @contextlib.contextmanager
-def simulated_hosts(count: int) -> Iterator[SimulatedHosts]:
-    """`count` hosts on one switch; yields the pid that stands for each."""
+def simulated_hosts(count: int, delay: str | None = None) -> Iterator[SimulatedHosts]:
+    """`count` hosts on one switch, which holds packets for `delay`; yields the pid that stands for
+    each.
+    """
     if reason := _simulated.why_not():
         pytest.skip(reason)
-    with _simulated.simulated_hosts(count) as hosts:
+    with _simulated.simulated_hosts(count, delay=delay) as hosts:
         yield hosts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from paceline.bench.simulated_hosts import hosts_and_ranks
+from paceline.bench.simulated_hosts import delay_ns, hosts_and_ranks, simulated_hosts
 from paceline.cli.main import main
 from paceline.errors import ConfigError
 
@@ -18,6 +18,34 @@ def test_hosts_and_ranks_of_each():
 def test_anything_else_is_refused(text):
     with pytest.raises(ConfigError, match="hosts x ranks per host"):
         hosts_and_ranks(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("2ms", 2_000_000), ("500us", 500_000), ("0.5ms", 500_000), ("1s", 10**9), ("0ms", 0)],
+)
+def test_a_delay_in_nanoseconds(text, expected):
+    assert delay_ns(text) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2", "ms", "2 ms", "2min", "-2ms", ".5ms", "1e3us", "2ms,3ms"]
+)
+def test_any_other_delay_is_refused(text):
+    with pytest.raises(ConfigError, match=rf"--delay {text}: .*for example 2ms"):
+        delay_ns(text)
+
+
+def test_a_bad_delay_is_refused_before_anything_is_made(monkeypatch):
+    monkeypatch.setattr("subprocess.Popen", None)
+    with pytest.raises(ConfigError, match="--delay soon"), simulated_hosts(2, delay="soon"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["collectives", "ddp"])
+def test_a_bad_delay_is_refused_by_benchmarks(name, capsys):
+    assert main(["bench", name, "--hosts", "2x2", "--delay", "soon"]) == 2
+    assert "--delay soon: give" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
     )
     parser.add_argument(
-        "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
+        "--delay",
+        metavar="TIME",
+        help="with --hosts: what a packet takes from host to host, one way, in us, ms or s, "
+        "e.g. 2ms: an answer is there after 4",
     )
     parser.add_argument(
         "--calls",
@@ -497,7 +500,7 @@ def _print(
     title = f"{call}, float32, {ranks} ranks on {len(os.sched_getaffinity(0))} cores"
     title += f", as {hosts} hosts" if hosts else ""
     title += f" on links of {options.link}" if options.link else ""
-    title += f" that take {options.delay}" if options.delay else ""
+    title += f", {options.delay} one way" if options.delay else ""
     against_mpi = ["x MPI"] if has_mpi else []
     columns = ["bytes", "min", "p50", "p99", "GB/s", "x Gloo", *against_mpi, "of limit"]
     if not hosts:

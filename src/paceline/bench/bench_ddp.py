@@ -95,7 +95,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
     )
     parser.add_argument(
-        "--delay", metavar="TIME", help="with --hosts: what a packet takes one way, e.g. 2ms"
+        "--delay",
+        metavar="TIME",
+        help="with --hosts: what a packet takes from host to host, one way, in us, ms or s, "
+        "e.g. 2ms: an answer is there after 4",
     )
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
 
@@ -539,7 +542,7 @@ def _print_between_hosts(figures: dict[str, dict[str, float]], options: argparse
         rows.append(cells)
     title = f"one training step, {options.hosts} simulated hosts x ranks, 1 thread each"
     title += f", links of {options.link}" if options.link else ""
-    title += f" that take {options.delay}" if options.delay else ""
+    title += f", {options.delay} one way" if options.delay else ""
     columns = ["model", "no exchange", "torch on Gloo (best)"]
     for variant in _EXPECTED_BETWEEN_HOSTS:
         columns += [variant, "times as fast", "goal"]

@@ -1,4 +1,4 @@
-"""Several hosts on one machine: network and IPC namespaces, connected by a bridge of their own.
+"""Several hosts on one machine: network and IPC namespaces, connected by a switch of their own.
 
 A simulated host is a process that holds a fresh network and a fresh IPC namespace; ranks enter
 them. Everything is gone when these processes end: nothing has a name, nothing is configured outside
@@ -10,17 +10,21 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
 
 from paceline.errors import ConfigError, PacelineError
 
-__all__ = ["SimulatedHosts", "enter", "hosts_and_ranks", "simulated_hosts", "why_not"]
+__all__ = ["SimulatedHosts", "delay_ns", "enter", "hosts_and_ranks", "simulated_hosts", "why_not"]
 
 _INTERFACE = "eth0"
 # Packets for this address are taken by nobody.
 _NOWHERE = ("lladdr", "02:00:00:00:00:01", "dev", _INTERFACE, "nud", "permanent")
+_NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 _CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
 
 
@@ -34,6 +38,15 @@ def hosts_and_ranks(text: str | None) -> tuple[int, int]:
             f"--hosts {text}: give hosts x ranks per host, at least two hosts, for example 2x2"
         )
     return int(hosts), int(ranks)
+
+
+def delay_ns(text: str) -> int:
+    """Nanoseconds of "2ms", for `--delay`."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(us|ms|s)", text)
+    if found is None:
+        raise ConfigError(f"--delay {text}: give a number with us, ms or s, for example 2ms")
+    number, unit = found.groups()
+    return round(Decimal(number) * _NANOSECONDS[unit])
 
 
 def why_not() -> str | None:
@@ -54,13 +67,15 @@ def _address(index: int) -> str:
 class SimulatedHosts(list[int]):
     """A pid for each host, to `enter` it by."""
 
-    def __init__(self, hosts: Iterable[int], switch: int) -> None:
-        super().__init__(hosts)
-        self._switch = switch
-
     def cut(self, index: int) -> None:
         """Drop all packets from and to a host, from now on. Nobody is told."""
-        _inside(self._switch, "ip", "link", "set", f"port{index}", "nomaster")
+        for other in self._others(index):
+            self.cut_between(index, other)
+
+    def mend(self, index: int) -> None:
+        """Undo `cut`."""
+        for other in self._others(index):
+            self.mend_between(index, other)
 
     def cut_between(self, *pair: int) -> None:
         """Drop all packets between two hosts, from now on. Nobody is told."""
@@ -72,53 +87,56 @@ class SimulatedHosts(list[int]):
         for index, other in (pair, pair[::-1]):
             _inside(self[index], "ip", "neigh", "del", _address(other), "dev", _INTERFACE)
 
-    def mend(self, index: int) -> None:
-        """Undo `cut`."""
-        _inside(self._switch, "ip", "link", "set", f"port{index}", "master", "bridge")
+    def _others(self, index: int) -> list[int]:
+        return [other for other in range(len(self)) if other != index]
 
 
 @contextlib.contextmanager
 def simulated_hosts(
     count: int, link: str | None = None, delay: str | None = None
 ) -> Iterator[SimulatedHosts]:
-    """`count` hosts on one switch, each on a link of rate `link` ("1gbit") that takes `delay`
-    ("2ms") each way; yields one pid for each host, to `enter` it by.
+    """`count` hosts on one switch, each on a link of rate `link` ("1gbit"); the switch holds each
+    packet for `delay` ("2ms"), so that a question and its answer take at least twice as long.
+    Yields one pid for each host, to `enter` it by.
     """
+    held_ns = None if delay is None else delay_ns(delay)
     if reason := why_not():
         raise PacelineError(f"cannot simulate hosts: {reason}")
     with contextlib.ExitStack() as stack:
         switch, *hosts = [stack.enter_context(_namespace()) for _ in range(count + 1)]
-        _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
-        _inside(switch, "ip", "link", "set", "bridge", "up")
-        for index, host in enumerate(hosts):
-            port = f"port{index}"
-            cable = f"type veth peer name {_INTERFACE} netns {host}".split()
-            _inside(switch, "ip", "link", "add", port, *cable)
-            _inside(switch, "ip", "link", "set", port, "master", "bridge", "up")
-            _inside(host, "ip", "addr", "add", f"{_address(index)}/24", "dev", _INTERFACE)
-            _inside(host, "ip", "link", "set", _INTERFACE, "up")
-            _inside(host, "ip", "link", "set", "lo", "up")
+        ports = [f"port{index}" for index in range(count)]
+        for port, host, index in zip(ports, hosts, range(count), strict=True):
+            _plug_in(host, _address(index), switch, port)
             if link is not None:
-                shape = [
-                    "root",
-                    "handle",
-                    "1:",
-                    "tbf",
-                    "rate",
-                    link,
-                    "burst",
-                    "256k",
-                    "latency",
-                    "100ms",
-                ]
                 # What the host sends, and what it receives.
-                for pid, device in ((host, _INTERFACE), (switch, port)):
-                    _inside(pid, "tc", "qdisc", "add", "dev", device, *shape)
-            if delay is not None:
-                place = ["parent", "1:1"] if link is not None else ["root"]
-                wait = ["netem", "delay", delay, "limit", "100000"]
-                _inside(host, "tc", "qdisc", "add", "dev", _INTERFACE, *place, *wait)
-        yield SimulatedHosts(hosts, switch)
+                _limit_rate(host, _INTERFACE, link)
+                _limit_rate(switch, port, link)
+        if held_ns is None:
+            _bridge(switch, ports)
+        else:
+            stack.enter_context(_delayed_switch(switch, ports, held_ns))
+        yield SimulatedHosts(hosts)
+
+
+def _plug_in(host: int, address: str, switch: int, port: str) -> None:
+    cable = f"type veth peer name {_INTERFACE} netns {host}".split()
+    _inside(switch, "ip", "link", "add", port, *cable)
+    _inside(switch, "ip", "link", "set", port, "up")
+    _inside(host, "ip", "addr", "add", f"{address}/24", "dev", _INTERFACE)
+    _inside(host, "ip", "link", "set", _INTERFACE, "up")
+    _inside(host, "ip", "link", "set", "lo", "up")
+
+
+def _limit_rate(pid: int, device: str, rate: str) -> None:
+    shape = ["root", "handle", "1:", "tbf", "rate", rate, "burst", "256k", "latency", "100ms"]
+    _inside(pid, "tc", "qdisc", "add", "dev", device, *shape)
+
+
+def _bridge(switch: int, ports: list[str]) -> None:
+    _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+    _inside(switch, "ip", "link", "set", "bridge", "up")
+    for port in ports:
+        _inside(switch, "ip", "link", "set", port, "master", "bridge")
 
 
 def enter(host: int) -> None:
@@ -134,27 +152,40 @@ def enter(host: int) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = _INTERFACE
 
 
+def _namespace() -> contextlib.AbstractContextManager[int]:
+    """A process that only holds its namespaces."""
+    return _holder("unshare", "--net", "--ipc", "sh", "-c", "echo ready; read _")
+
+
+def _delayed_switch(
+    switch: int, ports: list[str], held_ns: int
+) -> contextlib.AbstractContextManager[int]:
+    """A process that passes packets between ports, and holds each for a while."""
+    program = [sys.executable, "-m", "paceline.bench.delayed_switch", str(held_ns), *ports]
+    return _holder(*_entered(switch, *program))
+
+
 @contextlib.contextmanager
-def _namespace() -> Iterator[int]:
-    """The pid of a process that only holds its namespaces, until its input is closed."""
-    holder = subprocess.Popen(
-        ["unshare", "--net", "--ipc", "sh", "-c", "echo ready; read _"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    )
+def _holder(*command: str) -> Iterator[int]:
+    """The pid of a process that says "ready" and lives until its input is closed."""
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout is not None
     try:
-        assert holder.stdout.readline() == b"ready\n"
+        if holder.stdout.readline() != b"ready\n":
+            raise PacelineError(f"cannot simulate hosts: `{' '.join(command)}` failed")
         yield holder.pid
     finally:
         holder.communicate()
 
 
 def _inside(pid: int, *command: str) -> None:
-    entered = ["nsenter", "--target", str(pid), "--net", *command]
-    ended = subprocess.run(entered, check=False, capture_output=True, text=True)
+    ended = subprocess.run(_entered(pid, *command), check=False, capture_output=True, text=True)
     if ended.returncode != 0:
         raise PacelineError(
-            f"cannot simulate hosts: `{' '.join(command)}` failed: {ended.stderr.strip()} (a delay "
-            "needs the kernel's sch_netem, a rate its sch_tbf)"
+            f"cannot simulate hosts: `{' '.join(command)}` failed: {ended.stderr.strip()} (a rate "
+            "needs the kernel's sch_tbf)"
         )
+
+
+def _entered(pid: int, *command: str) -> list[str]:
+    return ["nsenter", "--target", str(pid), "--net", *command]
