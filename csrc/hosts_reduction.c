@@ -4,8 +4,8 @@
  *
  * A block goes through these steps, in parts that stay in the second-level cache:
  *   1. stage    a rank copies what it has of the other lanes' slices into its ring
- *   2. sum      it sums what all ranks of the host have of its own slice, into a message if that goes
- *               whole; when all parts are summed, the slice is sent
+ *   2. sum      it sums what all ranks of the host have of its own slice, into a message if that
+ *               goes whole; when all parts are summed, the slice is sent
  *   3. combine  it sums the hosts' sums into its tensor and into its other ring
  *   4. fetch    it copies the other lanes' slices from theirs
  * A rank runs 1 and 2 for block k, then 3 and 4 for block k - depth, whose messages have had that
@@ -120,8 +120,7 @@ static void sum_part(const reduction *r, uint64_t block, uint64_t part, unsigned
     /* What is rounded passes through the last row, and stays in cache. */
     bool rounds_now = job->rounds && !job->in_pieces;
     unsigned char *share = is_kept ? kept_sum(r, block) : message;
-    unsigned char *sum =
-        rounds_now ? row(r, job->depth + 1u) : share + p.from * r->element;
+    unsigned char *sum = rounds_now ? row(r, job->depth + 1u) : share + p.from * r->element;
     if (sum != inputs[rank])
         reduce_block(sum, inputs, r->comm->ranks, p.count, job->dtype, job->op, job->factor);
     if (rounds_now)
@@ -307,7 +306,8 @@ static int collect_pieces(reduction *r, uint64_t block) {
     return status == PLC_OK ? release_all(r) : status;
 }
 
-/* What is done for blocks whose messages have had time to arrive, when block `step` is on its way. */
+/* What is done for blocks whose messages have had time to arrive, when block `step` is on its
+ * way. */
 static int advance_blocks(reduction *r, uint64_t step) {
     const plc_hosts_reduction *job = r->job;
     uint64_t depth = job->depth;

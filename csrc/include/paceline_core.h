@@ -92,8 +92,9 @@ typedef struct {
     void *next;
 } plc_request;
 
-/* How a rank reaches the ranks of its lane, one on each other host. Messages between two hosts arrive
- * in the order in which they were sent. Each call returns 0, or something else if it failed. */
+/* How a rank reaches the ranks of its lane, one on each other host. Messages between two hosts
+ * arrive in the order in which they were sent. Each call returns 0, or something else if it
+ * failed. */
 typedef struct {
     void *context;
     /* The memory of the next message to send. */

@@ -27,6 +27,11 @@ void tree_sums(uint64_t seed);
 void meetings(uint64_t seed);
 void claims(uint64_t seed);
 
+/* hosts.c */
+void hosts_reductions(uint64_t seed);
+void hosts_abandoned(uint64_t seed);
+void hosts_wire_fails(uint64_t seed);
+
 /* failures.c: what must fail, in the right way, on every rank */
 void mismatch(uint64_t seed);
 void mismatch_submitted(uint64_t seed);

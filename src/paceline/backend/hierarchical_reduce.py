@@ -12,8 +12,10 @@ A tensor is cut into blocks, and a block goes through
                    sends it to the other hosts
     2. combine     each lane sums the hosts' sums, in order of host
     3. distribute  all-gather inside each host
-While a block is on the wire, the ones before are distributed and the ones behind are summed: this
-rank runs 1 for block k and 2 and 3 for block k - _DEPTH.
+While a block is on the wire, the ones before are distributed and the ones behind are summed: a
+rank runs 1 for block k and 2 and 3 for block k - _DEPTH. The core runs all of that
+(`csrc/hosts_reduction.c`), in parts that stay in cache and without the interpreter, which it calls
+for each message (`lane_wire`). Here blocks are planned, and calls compared.
 
 With two hosts each sends its whole sum, which is as little as any algorithm can do, in one step.
 With more, slices are cut into a piece per host: each host sums its own piece in step 2 and sends

@@ -81,12 +81,11 @@ class CallErrors:
                 f"rank {self._me}: {call} was called by a signal handler in the middle of another "
                 "call of the same group; set a flag in the handler and make the call after that one"
             )
-        if status == Status.SYSTEM:
-            return NativeError(
-                f"rank {self._me}: {call}: a system call failed: {os.strerror(C.get_errno())}"
-            )
-        if status == Status.WIRE:
-            return NativeError(f"rank {self._me}: {call}: a message to or from another host failed")
+        if status in (Status.SYSTEM, Status.WIRE):
+            reason = f"a system call failed: {os.strerror(C.get_errno())}"
+            if status == Status.WIRE:
+                reason = "a message to or from another host failed"
+            return NativeError(f"rank {self._me}: {call}: {reason}")
         failure = self._failure()
         where = f"in {call} (call {failure.sequence})"
         return self._group_error(status, failure, where, timeout_ns)
