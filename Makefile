@@ -22,13 +22,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # mpirun comes with the test dependencies.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help train demo test test-integrations check lint types fast-test bench figures docs docs-serve native-test gpu-test setup clean
+.PHONY: help train demo test test-hosts test-integrations check lint types fast-test bench figures docs docs-serve native-test gpu-test setup clean
 
 help:
 	@echo "make train        train a real model on all cores (options: make train ARGS='--epochs 5')"
 	@echo "make demo         kill ranks while a model trains, and compare the bits of every step"
 	@echo "make test         the whole test suite (options: make test ARGS='-k sampler')"
 	@echo "make test-integrations  the recipes with Lightning, Accelerate, Ray Train and the like"
+	@echo "make test-hosts   the tests of groups and steps, spread over several hosts"
 	@echo "make check        lint, strict types, fast tests"
 	@echo "make bench        all benchmarks, tables on the terminal"
 	@echo "make figures      measure again what README and the manual say, on an idle machine"
@@ -72,6 +73,14 @@ test: $(VENV)/.installed-dev
 
 test-integrations: $(VENV)/.installed-integrations
 	$(BIN)/python -m pytest $(PARALLEL) tests/integrations $(ARGS)
+
+# What holds on one host holds on several: the same tests, with ranks that believe to be on HOSTS.
+# In a group of three that is two ranks and one.
+HOSTS ?= 2
+test-hosts: $(VENV)/.installed-dev
+	PACELINE_TEST_HOSTS=$(HOSTS) $(BIN)/python -m pytest $(PARALLEL) tests/ranks/test_backend_collectives.py \
+		tests/ranks/test_backend_in_torch.py tests/ranks/test_ddp_*.py tests/parity/test_ddp_bits.py \
+		tests/faults/test_ddp_atomic_step.py tests/faults/test_ddp_diverging_calls.py $(ARGS)
 
 check: lint types fast-test
 

@@ -11,6 +11,7 @@ import hypothesis
 import pytest
 
 from tests.harness import leaks
+from tests.harness.ranks import HOSTS
 from tests.harness.skips import pytest_unconfigure
 
 __all__ = ["pytest_unconfigure"]
@@ -28,6 +29,13 @@ if _SCRIPTS not in os.environ["PATH"].split(os.pathsep):
 # A shell lets what it starts in its background ignore Ctrl-C, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave out what holds for ranks of one host, where all ranks believe to be on several."""
+    mark = item.get_closest_marker("one_host")
+    if mark is not None and HOSTS in os.environ:
+        pytest.skip(f"on several hosts: {mark.args[0]}")
 
 
 @pytest.fixture(autouse=True)

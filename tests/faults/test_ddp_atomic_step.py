@@ -448,6 +448,7 @@ def skip_until_a_peer_is_killed(rank, world, moment):
     return outcomes
 
 
+@pytest.mark.one_host("the next call finds the group aborted")
 @pytest.mark.parametrize(
     ("moment", "outcomes"),
     [

@@ -24,6 +24,8 @@ from typing import Any
 import cloudpickle
 
 RENDEZVOUS = "PACELINE_TEST_RENDEZVOUS"
+# Ranks believe to be on so many hosts, in all tests: `make test-hosts`.
+HOSTS = "PACELINE_TEST_HOSTS"
 _STACK_SIGNAL = signal.SIGUSR1
 
 _context = multiprocessing.get_context("forkserver")
@@ -177,6 +179,7 @@ def _run_rank(payload: bytes, pipe: Connection, variables: Mapping[str, str], st
         import torch
 
         torch.set_num_threads(1)
+        _spread_over_hosts()
         try:
             fn, args = cloudpickle.loads(payload)
             message: tuple[float, Any, Any] = (time.monotonic(), fn(*args), None)
@@ -189,6 +192,15 @@ def _run_rank(payload: bytes, pipe: Connection, variables: Mapping[str, str], st
         pipe.close()
 
 
+def _spread_over_hosts() -> None:
+    """Give this rank the identity of another host, if the tests are to run on several."""
+    if hosts := int(os.environ.get(HOSTS, "0")):
+        from paceline.backend import create
+
+        host = int(os.environ["RANK"]) * hosts // int(os.environ["WORLD_SIZE"])
+        create.host_identity = lambda: f"host{host}"
+
+
 def _run_uncaught(
     payload: bytes, pipe: Connection, variables: Mapping[str, str], stacks: str
 ) -> None:
@@ -198,6 +210,7 @@ def _run_uncaught(
     import torch
 
     torch.set_num_threads(1)
+    _spread_over_hosts()
     fn, args = cloudpickle.loads(payload)
     value = fn(*args)
     pipe.send_bytes(_dump((time.monotonic(), value, None)))

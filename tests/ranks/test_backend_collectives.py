@@ -291,6 +291,7 @@ def test_sums_are_the_same_bits_on_every_rank_and_in_every_run(world):
     assert len({*run_ranks(world, digest), *run_ranks(world, digest)}) == 1
 
 
+@pytest.mark.one_host("the sum of each host is rounded")
 def test_half_precision_is_added_in_float32_and_rounded_once():
     def check(rank, world):
         import torch

@@ -47,6 +47,7 @@ def buckets_of_a_large_model(rank, world):
     ]
 
 
+@pytest.mark.one_host("nothing is summed in place")
 def test_only_large_gradients_are_summed_in_place_and_after_the_others():
     for found in run_ranks(2, buckets_of_a_large_model):
         assert [kind is InPlaceBucket for kind, _ in found] == [False, True]

@@ -70,7 +70,7 @@ _BLOCK_S = 4e-3
 # A piece of it fits into a message between any number of hosts. With half of that, four hosts took
 # a tenth longer, and with bfloat16 nearly twice as long: pieces are short, and messages many.
 _MAX_SLICE_IN_PIECES_BYTES = 2 << 20
-_BLOCKS_WANTED = 2
+_BLOCKS_WANTED = 4
 # With a wire_dtype a piece is rounded twice, so whether there are pieces may not depend on what was
 # measured: above this length of a slice.
 _MAX_WHOLE_BYTES = 16 << 10

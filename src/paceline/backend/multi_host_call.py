@@ -30,7 +30,7 @@ from paceline.backend.lane import Lane, LaneMessage, MessageHeader, connect, dis
 from paceline.backend.lane_wire import LaneWire
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
-from paceline.core.call_errors import calls_mismatch
+from paceline.core.call_errors import calls_mismatch, describe_call
 from paceline.core.dtypes import BYTES
 from paceline.errors import (
     CollectiveTimeout,
@@ -61,6 +61,8 @@ class Links:
     ) -> None:
         self.placement = placement
         self.local = HostEngine(comm)
+        # Exchanges of numbers, for messages: what has a label is no call of the program.
+        self.exchange_names: dict[int, str] = {}
         self._is_open = True
         self._another_rank = (placement.rank + 1) % placement.size
         # Any: torch's stubs of this class have none of its collectives.
@@ -289,7 +291,7 @@ class MultiHostCall:
                 # On another host this lane may be spoken on.
                 self.send_header()
                 self._pass_over_first()
-            raise calls_mismatch(records) from None
+            raise self._mismatch(records) from None
 
     def _run_local(self, request: Request) -> None:
         request.timeout_ns = self.left_ns()
@@ -338,7 +340,7 @@ class MultiHostCall:
             if not self.all_speak:
                 self._break_step()
                 records = self._shared_records(records)
-            raise calls_mismatch(records)
+            raise self._mismatch(records)
         return messages
 
     def _break_step(self) -> None:
@@ -386,7 +388,17 @@ class MultiHostCall:
         # Whoever speaks in a call depends on the call: all whom a lane reaches know.
         if not self.placement.all_have_lanes:
             records = self._shared_records(records)
-        raise calls_mismatch(records)
+        raise self._mismatch(records)
+
+    def _mismatch(self, records: dict[int, CallRecord]) -> MismatchError:
+        return calls_mismatch(records, self._describe)
+
+    def _describe(self, call: CallRecord) -> str:
+        """An all-gather of numbers is a step of a model, which other ranks may not have."""
+        if call.kind != Kind.ALLGATHER or call.dtype == BYTES:
+            return describe_call(call)
+        names = self.links.exchange_names
+        return names.get(call.label, "forward or backward of another DistributedDataParallel model")
 
     def _records_of_host(self, table: torch.Tensor | None) -> dict[int, CallRecord]:
         members = self.placement.local

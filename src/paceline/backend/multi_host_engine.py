@@ -52,7 +52,7 @@ __all__ = ["MultiHostEngine"]
 # How long a call may take to notice that the group was aborted.
 _ABORT_LIMIT_S = 2.0
 # Tells an exchange of numbers from an all-gather.
-_NUMBERS = 1
+_NUMBERS = 1 << 32
 
 
 class MultiHostEngine:
@@ -109,14 +109,28 @@ class MultiHostEngine:
         """Whether `exchange_numbers` takes it."""
         return is_short(tensor.nbytes, self._placement.hosts)
 
+    def name_exchange(self, key: str, description: str) -> int:
+        """A label for exchanges of numbers, the same on all ranks that give this key, so that they
+        are not taken for others; and what those are called in messages.
+        """
+        label = _NUMBERS | zlib.crc32(key.encode())
+        self._links.exchange_names[label] = description
+        return label
+
     def exchange_numbers(
-        self, row: Sequence[float], offer: Offer | None, *, wait: bool, timeout_ns: int
+        self,
+        row: Sequence[float],
+        offer: Offer | None,
+        label: int = _NUMBERS,
+        *,
+        wait: bool,
+        timeout_ns: int,
     ) -> tuple[NumberTable, Ticket | None]:
         """Give every rank everybody's row of numbers, and sum what all offer, if these allow it."""
         table = NumberTable(self.size, len(row))
         table.put(self.rank, row, 0 if offer is None else offer.tensor.nbytes)
         header = self._header(
-            Kind.ALLGATHER, DTYPE_CODES[torch.float64], self.size * len(row), label=_NUMBERS
+            Kind.ALLGATHER, DTYPE_CODES[torch.float64], self.size * len(row), label=label
         )
         run = functools.partial(exchange_numbers, table=table, offer=offer)
         return table, self._start(header, run, wait, timeout_ns, lanes=1, is_brief=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes as C
 import os
 import select
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Protocol
 
@@ -277,17 +277,6 @@ class CallErrors:
         return self._group_error(status, lost, f"in {what}")
 
 
-def calls_mismatch(calls: dict[int, CallRecord]) -> MismatchError:
-    """The exception for calls, or definitions of a bucket, that differ; by rank."""
-    values = {rank: describe_call(call) for rank, call in sorted(calls.items())}
-    lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
-    problem = "made different calls"
-    cure = "All ranks of a group must make the same calls in the same order with matching sizes"
-    if any(call.kind == Kind.BUCKET for call in calls.values()):
-        problem, cure = "defined a bucket differently", "All ranks must define the same buckets"
-    return MismatchError(f"the ranks {problem}, nothing was exchanged:\n{lines}\n{cure}", values)
-
-
 def describe_call(call: CallRecord) -> str:
     """One rank's call in a line: "all_reduce of 10 float32, SUM (call 3)"."""
     name, dtype = Kind.NAMES[call.kind], DTYPE_NAMES[call.dtype]
@@ -302,3 +291,16 @@ def describe_call(call: CallRecord) -> str:
     if call.kind in (Kind.REDUCE, Kind.BROADCAST, Kind.GATHER, Kind.SCATTER):
         text += f", root {call.root}"
     return f"{text} (call {call.sequence})"
+
+
+def calls_mismatch(
+    calls: dict[int, CallRecord], describe: Callable[[CallRecord], str] = describe_call
+) -> MismatchError:
+    """The exception for calls, or definitions of a bucket, that differ; by rank."""
+    values = {rank: describe(call) for rank, call in sorted(calls.items())}
+    lines = "\n".join(f"  rank {rank}: {value}" for rank, value in values.items())
+    problem = "made different calls"
+    cure = "All ranks of a group must make the same calls in the same order with matching sizes"
+    if any(call.kind == Kind.BUCKET for call in calls.values()):
+        problem, cure = "defined a bucket differently", "All ranks must define the same buckets"
+    return MismatchError(f"the ranks {problem}, nothing was exchanged:\n{lines}\n{cure}", values)

@@ -10,7 +10,7 @@ from paceline.ddp.buckets import Bucket
 from paceline.telemetry.recorder import group_number, recorder
 from paceline.telemetry.status_page import WaitLabel
 
-__all__ = ["BucketTelemetry"]
+__all__ = ["BucketTelemetry", "list_names"]
 
 _NAMES_SHOWN = 4
 _reducers = itertools.count()  # made in the same order on every rank
@@ -34,7 +34,7 @@ class BucketTelemetry:
         self, label: str, members: tuple[int, ...], buckets: Sequence[Bucket], names: Sequence[str]
     ) -> None:
         """The buckets of a new plan. `names` are those of all parameters, by index."""
-        contents = [_listed([names[index] for index in bucket.members]) for bucket in buckets]
+        contents = [list_names([names[index] for index in bucket.members]) for bucket in buckets]
         number = group_number(f"{label} {self.number}")
         self._wait_labels = [
             WaitLabel("all_reduce", label, number, members, content).packed()
@@ -77,6 +77,6 @@ class BucketTelemetry:
             self.averaged(index)
 
 
-def _listed(names: Sequence[str]) -> str:
+def list_names(names: Sequence[str]) -> str:
     shown = ", ".join(names[:_NAMES_SHOWN])
     return shown if len(names) <= _NAMES_SHOWN else f"{shown} and {len(names) - _NAMES_SHOWN} more"

@@ -508,12 +508,12 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
         if self._hook_spec is None and ShmTransport.serves(self.process_group, managed):
             assert isinstance(self.process_group, PacelineGroup)
             return ShmTransport(self.process_group, managed)
-        return self._group_transport()
+        return self._group_transport(managed)
 
-    def _group_transport(self) -> GroupTransport:
+    def _group_transport(self, managed: Sequence[ManagedParameter] = ()) -> GroupTransport:
         if MultiHostTransport.serves(self.process_group):
             assert isinstance(self.process_group, PacelineGroup)
-            return MultiHostTransport(self.process_group, self._config.wire_dtype)
+            return MultiHostTransport(self.process_group, self._config.wire_dtype, managed)
         # Signals travel in host memory if the group can move it; otherwise (NCCL alone) where the
         # model is.
         on_host = "cpu" in device_types_of(self.process_group)

@@ -14,6 +14,7 @@ travel with the last of them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,9 +28,9 @@ from paceline.ddp.bucket_telemetry import BucketTelemetry
 from paceline.ddp.buckets import Bucket, DenseBucket
 from paceline.ddp.buckets.base import Waitable
 from paceline.ddp.group_transport import GroupTransport
-from paceline.ddp.plan import MIB, BucketLimits
+from paceline.ddp.plan import MIB, BucketLimits, ManagedParameter
 from paceline.ddp.signals import Call, Signal
-from paceline.ddp.transport import Weigh
+from paceline.ddp.transport import Weigh, describe_step
 
 __all__ = ["MultiHostTransport"]
 
@@ -43,13 +44,20 @@ class MultiHostTransport(GroupTransport):
 
     weighs_late = True
 
-    def __init__(self, group: PacelineGroup, wire_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        group: PacelineGroup,
+        wire_dtype: torch.dtype | None = None,
+        managed: Sequence[ManagedParameter] = (),
+    ) -> None:
         super().__init__(group, torch.device("cpu"), wire_dtype)
         assert isinstance(group.engine, MultiHostEngine)
         self._engine = group.engine
+        shapes = [(entry.name, tuple(entry.parameter.shape)) for entry in managed]
+        self._label = self._engine.name_exchange(repr(shapes), describe_step(managed))
         # Not where longer buckets are summed in another order.
         self.closing_numbers = self.world
-        self._opening = _Opening(self._engine, Signal(Call.ANSWER), None)
+        self._opening = _Opening(self._engine, self._label, Signal(Call.ANSWER), None)
         self._offered: Bucket | None = None
         self._carried: _Carried | None = None
 
@@ -68,7 +76,7 @@ class MultiHostTransport(GroupTransport):
     # ----------------------------------------------------------------------------- the step's calls
 
     def _post(self, signal: Signal, single_bucket: bool) -> None:
-        self._opening = _Opening(self._engine, signal, self._weigh)
+        self._opening = _Opening(self._engine, self._label, signal, self._weigh)
         # Otherwise the bucket goes with it, or the signals are all that comes next: then it is the
         # thread that waits for them which exchanges them.
         if self._weigh is not None and not single_bucket:
@@ -151,8 +159,10 @@ class MultiHostTransport(GroupTransport):
 class _Opening:
     """All ranks' opening signals, to be exchanged or on their way, and what follows from them."""
 
-    def __init__(self, engine: MultiHostEngine, mine: Signal, weigh: Weigh | None) -> None:
-        self._engine, self._weigh = engine, weigh
+    def __init__(
+        self, engine: MultiHostEngine, label: int, mine: Signal, weigh: Weigh | None
+    ) -> None:
+        self._engine, self._label, self._weigh = engine, label, weigh
         self._row = mine.pack()
         self._mine = mine
         self._offer: Offer | None = None
@@ -205,7 +215,7 @@ class _Opening:
     def _exchange(self, *, wait: bool) -> None:
         self.is_started = True
         self._table, self._ticket = self._engine.exchange_numbers(
-            self._row, self._offer, wait=wait, timeout_ns=_GROUPS_OWN
+            self._row, self._offer, self._label, wait=wait, timeout_ns=_GROUPS_OWN
         )
 
     def signals(self) -> list[Signal]:

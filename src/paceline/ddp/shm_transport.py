@@ -22,11 +22,11 @@ import torch.distributed as dist
 from paceline.backend import PacelineGroup
 from paceline.backend.host_engine import HostEngine, core_dtype
 from paceline.core import BucketArena
-from paceline.ddp.bucket_telemetry import BucketTelemetry
+from paceline.ddp.bucket_telemetry import BucketTelemetry, list_names
 from paceline.ddp.buckets import Bucket, DenseBucket, Fill, InPlaceBucket
 from paceline.ddp.plan import ManagedParameter, limit_for
 from paceline.ddp.signals import Call, Signal
-from paceline.ddp.transport import Transport, TransportState
+from paceline.ddp.transport import Transport, TransportState, describe_step
 
 __all__ = ["ShmTransport"]
 
@@ -36,7 +36,6 @@ _SUM, _AVERAGE = 0, 1
 _TRIALS, _SAMPLE_NUMBERS = 5, 256 * 1024
 _IN_PLACE_FROM_BYTES = 2 * 1024 * 1024
 _IN_PLACE_UP_TO_RANKS = 16  # beyond, a rank's part of what travels at once becomes short
-_NAMES_SHOWN = 4
 _RING_BYTES = 1024 * 1024  # of every rank; what travels at once stays in a second-level cache
 
 
@@ -64,11 +63,7 @@ class ShmTransport(Transport):
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._names = [entry.name for entry in managed]
-        self._arena.name_bucket(
-            _SIGNALS,
-            "forward or backward of a DistributedDataParallel model with the parameters "
-            f"{_shorten(self._names)}",
-        )
+        self._arena.name_bucket(_SIGNALS, describe_step(managed))
         self._defined = 1
         self.forget_buckets()
         self._weights: list[float] = []  # what the arena has
@@ -237,7 +232,7 @@ class ShmTransport(Transport):
         assert isinstance(bucket, DenseBucket)
         number = self._numbers[bucket.index] = self._defined
         self._defined += 1
-        names = _shorten([self._names[member] for member in bucket.members])
+        names = list_names([self._names[member] for member in bucket.members])
         self._arena.name_bucket(
             number, f"backward of a DistributedDataParallel model, averaging {names}"
         )
@@ -261,11 +256,6 @@ class ShmTransport(Transport):
         result = numbers.clone()
         self.group.allreduce([result]).wait()
         return result
-
-
-def _shorten(names: Sequence[str]) -> str:
-    more = len(names) - _NAMES_SHOWN
-    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _seconds(action: Callable[[], object]) -> float:

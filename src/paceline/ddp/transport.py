@@ -28,7 +28,7 @@ from typing import NoReturn, TypeAlias
 import torch
 import torch.distributed as dist
 
-from paceline.ddp.bucket_telemetry import BucketTelemetry
+from paceline.ddp.bucket_telemetry import BucketTelemetry, list_names
 from paceline.ddp.buckets import Bucket, Fill
 from paceline.ddp.buckets.base import Waitable
 from paceline.ddp.group_calls import (
@@ -40,11 +40,17 @@ from paceline.ddp.group_calls import (
 from paceline.ddp.plan import BucketLimits, ManagedParameter
 from paceline.ddp.signals import Signal
 
-__all__ = ["Transport", "TransportMisuse", "TransportState", "Weigh"]
+__all__ = ["Transport", "TransportMisuse", "TransportState", "Weigh", "describe_step"]
 
 # Every rank's factor in the sum, from all ranks' signals; None if they show that the step cannot
 # count. Pure, and called on any thread.
 Weigh: TypeAlias = Callable[[Sequence[Signal]], list[float] | None]
+
+
+def describe_step(managed: Sequence[ManagedParameter]) -> str:
+    """What ranks wait for each other in, where others wait elsewhere."""
+    names = list_names([entry.name for entry in managed])
+    return f"forward or backward of a DistributedDataParallel model with the parameters {names}"
 
 
 class TransportMisuse(RuntimeError):
