@@ -18,6 +18,11 @@ from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.group_options import GroupOptions
+from paceline.backend.hierarchical_broadcast import (
+    broadcast,
+    broadcast_is_brief,
+    broadcast_lanes,
+)
 from paceline.backend.hierarchical_exchange import (
     all_to_all,
     all_to_all_lanes,
@@ -28,7 +33,6 @@ from paceline.backend.hierarchical_exchange import (
 from paceline.backend.hierarchical_move import (
     all_gather,
     as_bytes,
-    broadcast,
     is_brief,
     lanes_to_move,
 )
@@ -168,12 +172,12 @@ class MultiHostEngine:
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        data = as_bytes(tensor)
-        header = self._header(
-            Kind.BROADCAST, BYTES, data.numel(), root=root, label=dtype_label(tensor)
-        )
-        run = functools.partial(broadcast, data=data, root=root)
-        return self._move(header, run, data.numel(), wait, timeout_ns)
+        nbytes = tensor.nbytes
+        header = self._header(Kind.BROADCAST, BYTES, nbytes, root=root, label=dtype_label(tensor))
+        run = functools.partial(broadcast, tensor=tensor, root=root)
+        lanes = broadcast_lanes(self._placement, nbytes)
+        brief = broadcast_is_brief(self._placement, nbytes)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
