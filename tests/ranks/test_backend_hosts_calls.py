@@ -84,7 +84,9 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
         def part(source, goal, count):
             return torch.full((count,), value(source, goal))
 
-        for unit in (0, 1, 700, 40_000, 300_000):
+        # The last that messages carry, and the first that go straight: 2x2 has two parts in a
+        # message of a scatter and four in one of an all-to-all, each of four bytes a unit.
+        for unit in (0, 1, 700, 65_536, 65_537, 131_072, 131_073, 300_000):
             for lengths in (
                 [[unit] * world] * world,
                 [[unit * (s + g) for g in range(world)] for s in range(world)],
@@ -281,7 +283,7 @@ def test_exchanges_and_reductions_that_differ_are_told_on_every_rank(placement):
 
         calls = (all_to_all, gather, scatter, reduce, reduce_scatter, barrier)
         for odd in range(world):
-            for count in (3, 150_000):
+            for count in (3, 150_000):  # carried, straight
                 for usual, unusual in zip(calls, (*calls[1:], calls[0]), strict=True):
                     with pytest.raises(MismatchError) as raised:
                         (unusual if rank == odd else usual)(count)

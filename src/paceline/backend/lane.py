@@ -42,6 +42,7 @@ _TAG = 1
 _NEVER_SENT_TAG = 2
 # Receives that are posted ahead for each host, and messages that may be on their way.
 _POSTED = 5
+_FEW_POSTED = 2
 _MAX_CAPACITY = 1 << 20
 _MIN_CAPACITY = 1 << 16
 _CLOSE_LIMIT = timedelta(seconds=5)
@@ -59,6 +60,8 @@ class MessageHeader(C.Structure):
         ("call", CallRecord),
         # 0: the ranks of the sender's host made different calls, and the message lists them.
         ("agreed", C.c_uint32),
+        # What all parts of an exchange have, if messages carry those.
+        ("length", C.c_int64),
     ]
 
 
@@ -134,6 +137,12 @@ class Lane:
         self.await_next(host, timeout)
         return self._incoming[host][0]
 
+    def receive_arriving(self, host: int, timeout: timedelta) -> LaneMessage:
+        """The same if its beginning is here."""
+        message = self._incoming[host][0]
+        _await_all(message, timeout)
+        return message
+
     def await_next(self, host: int, timeout: timedelta) -> None:
         """Wait until the next message from a host is here."""
         self.post_free()
@@ -150,6 +159,13 @@ class Lane:
         for host, message in self._free:
             self._incoming[host].append(self._post(host, message))
         self._free.clear()
+
+    def post_if_few(self) -> None:
+        """The same for calls of one message, which are not behind for long: several at once wake
+        the other side once.
+        """
+        if min(map(len, self._incoming.values())) <= _FEW_POSTED:
+            self.post_free()
 
     def flush(self) -> None:
         """Wait until what was sent has left this process, where the other side takes it."""

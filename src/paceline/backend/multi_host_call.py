@@ -93,7 +93,7 @@ class Links:
     def await_arrival(self, host: int, timeout: timedelta) -> None:
         """Wait for the next message of a host. Signals are handled meanwhile."""
         lane = self.lane
-        lane.post_free()
+        lane.post_if_few()
         for nap in _NAPS_S:
             if lane.is_arriving(host):
                 return
@@ -325,14 +325,15 @@ class MultiHostCall:
 
     def _receive_first_of(self, host: int) -> LaneMessage:
         """What a call left behind whose ranks disagreed is passed over."""
-        lane = self.links.lane
-        if self._on_callers_thread:
-            self.links.await_arrival(host, self.left())
-        while (message := lane.receive(host, self.left())).header.call.sequence < (
-            self.record.sequence
-        ):
-            lane.received(host)
+        while (message := self._receive(host)).header.call.sequence < self.record.sequence:
+            self.links.lane.received(host)
         return message
+
+    def _receive(self, host: int) -> LaneMessage:
+        if not self._on_callers_thread:
+            return self.links.lane.receive(host, self.left())
+        self.links.await_arrival(host, self.left())
+        return self.links.lane.receive_arriving(host, self.left())
 
     def _pass_over_first(self) -> None:
         for host in self.placement.other_hosts:

@@ -25,14 +25,12 @@ from paceline.backend.hierarchical_broadcast import (
 )
 from paceline.backend.hierarchical_exchange import (
     all_to_all,
-    all_to_all_lanes,
     exchange_is_brief,
     gather,
     scatter,
 )
 from paceline.backend.hierarchical_move import (
     all_gather,
-    as_bytes,
     is_brief,
     lanes_to_move,
 )
@@ -214,7 +212,7 @@ class MultiHostEngine:
             self._check_one_per_rank("gather", outputs)
         header = self._header(Kind.GATHER, BYTES, 0, root=root, label=dtype_label(tensor))
         run = functools.partial(gather, outputs=outputs, tensor=tensor, root=root)
-        return self._exchange(header, run, wait, timeout_ns, lanes=1)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def scatter(
         self,
@@ -230,7 +228,7 @@ class MultiHostEngine:
         label = dtype_label(output)
         header = self._header(Kind.SCATTER, BYTES, output.numel(), root=root, label=label)
         run = functools.partial(scatter, output=output, inputs=inputs, root=root)
-        return self._exchange(header, run, wait, timeout_ns, lanes=1)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def alltoall(
         self,
@@ -244,8 +242,7 @@ class MultiHostEngine:
         self._check_one_per_rank("all_to_all", inputs)
         header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
         run = functools.partial(all_to_all, outputs=outputs, inputs=inputs)
-        lanes = all_to_all_lanes(self._placement)
-        return self._exchange(header, run, wait, timeout_ns, lanes)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
@@ -253,16 +250,18 @@ class MultiHostEngine:
 
     # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        work = self._links.all_ranks.send([as_bytes(tensor)], peer, self._slot(tag))
-        return _GlooTicket(work, tensor, timeout_ns, self._name_of("send to", peer, tag))
+        work = self._links.all_ranks.send([tensor], peer, self._slot(tag))
+        name = functools.partial(self._name_of, "send to", peer, tag)
+        return _GlooTicket(work, tensor, timeout_ns, name)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        gloo, buffer = self._links.all_ranks, [as_bytes(tensor)]
+        gloo = self._links.all_ranks
         if peer == ANY_SOURCE:
-            work = gloo.recv_anysource(buffer, self._slot(tag))
+            work = gloo.recv_anysource([tensor], self._slot(tag))
         else:
-            work = gloo.recv(buffer, peer, self._slot(tag))
-        return _GlooTicket(work, tensor, timeout_ns, self._name_of("recv from", peer, tag))
+            work = gloo.recv([tensor], peer, self._slot(tag))
+        name = functools.partial(self._name_of, "recv from", peer, tag)
+        return _GlooTicket(work, tensor, timeout_ns, name)
 
     def _slot(self, tag: int) -> int:
         """Gloo's number for a tag."""
@@ -353,10 +352,9 @@ class MultiHostEngine:
         run: Callable[[MultiHostCall], None],
         wait: bool,
         timeout_ns: int,
-        lanes: int,
     ) -> Ticket | None:
         brief = exchange_is_brief(self._placement)
-        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
+        return self._start(header, run, wait, timeout_ns, lanes=1, is_brief=brief)
 
     def _move(
         self,
@@ -453,7 +451,9 @@ class MultiHostEngine:
 class _GlooTicket:
     """A message in progress. Gloo gives a time limit to the wait, not to the message."""
 
-    def __init__(self, work: Work, keep: torch.Tensor, timeout_ns: int, name: str) -> None:
+    def __init__(
+        self, work: Work, keep: torch.Tensor, timeout_ns: int, name: Callable[[], str]
+    ) -> None:
         self._work, self._keep, self._timeout_ns, self._name = work, keep, timeout_ns, name
 
     def wait(self, timeout_ns: int = -1) -> bool:
@@ -465,7 +465,7 @@ class _GlooTicket:
                 self._work.wait()
         except RuntimeError as error:
             kind = CollectiveTimeout if is_timeout(str(error)) else PeerLost
-            raise kind(f"{self._name} over Gloo failed: {error}") from error
+            raise kind(f"{self._name()} over Gloo failed: {error}") from error
         return True
 
     def done(self) -> bool:
