@@ -18,7 +18,8 @@ from paceline.backend.hierarchical_move import as_bytes, broadcast_in_pieces, la
 from paceline.backend.hierarchical_reduce import is_short
 from paceline.backend.host_placement import Placement
 from paceline.backend.lane import message_capacity
-from paceline.backend.multi_host_call import DIRECT_TAG, MultiHostCall
+from paceline.backend.multi_host_call import MultiHostCall
+from paceline.backend.straight_transfer import StraightTransfer
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES
 
@@ -96,25 +97,25 @@ def _broadcast_straight(call: MultiHostCall, data: torch.Tensor, root: int) -> N
 
 
 def _send_chunks(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    placement, works = call.placement, []
+    placement, transfer = call.placement, StraightTransfer(call)
     if placement.rank == root:
-        goal = placement.members[placement.other_hosts[0]][0]
-        gloo = call.links.all_ranks
-        works = [gloo.send([chunk], goal, DIRECT_TAG) for chunk in data.split(_CHUNK_BYTES)]
+        transfer.send(data.split(_CHUNK_BYTES), placement.members[placement.other_hosts[0]][0])
     if len(placement.local) > 1:
         call.run_local(_on_host(data.data_ptr(), len(data), placement.local.index(root)))
-    call.await_gloo(works)
+    transfer.finish()
 
 
 def _receive_chunks(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
     is_first = call.placement.local_index == 0
-    chunks = data.split(_CHUNK_BYTES)
-    gloo = call.links.all_ranks
-    works = [gloo.recv([chunk], root, DIRECT_TAG) for chunk in chunks] if is_first else []
-    for index, chunk in enumerate(chunks):
-        call.await_gloo(works[index : index + 1])
+    chunks, transfer = data.split(_CHUNK_BYTES), StraightTransfer(call)
+    if is_first:
+        transfer.receive(chunks, root)
+    for chunk in chunks:
+        if is_first:
+            transfer.await_next(root)
         if len(call.placement.local) > 1:
             call.run_local(_on_host(chunk.data_ptr(), len(chunk), 0))
+    transfer.finish()
 
 
 def _on_host(address: int, nbytes: int, local_root: int) -> Request:

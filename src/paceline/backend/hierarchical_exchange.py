@@ -25,12 +25,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline._torch_internals import Work
 from paceline.backend.hierarchical_move import all_gather, is_brief, lanes_to_move
 from paceline.backend.host_engine import address_of
 from paceline.backend.host_placement import Placement
 from paceline.backend.lane import LaneMessage, message_capacity
-from paceline.backend.multi_host_call import DIRECT_TAG, MultiHostCall, UnevenParts
+from paceline.backend.multi_host_call import MultiHostCall, UnevenParts
+from paceline.backend.straight_transfer import StraightTransfer
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES
 from paceline.errors import MismatchError
@@ -494,26 +494,25 @@ class _StraightExchange:
         """Sizes are known to fit. That all ranks make this call the first of a host knows; the
         others learn it in the step in shared memory.
         """
-        works = self._post() if self._call.speaks else []
+        transfer = StraightTransfer(self._call)
+        if self._call.speaks:
+            self._post(transfer)
         self._exchange_on_host()
         if not self._call.speaks:
-            works = self._post()
-        self._call.await_gloo(works)
+            self._post(transfer)
+        transfer.finish()
 
-    def _post(self) -> list[Work]:
+    def _post(self, transfer: StraightTransfer) -> None:
         """Start to receive from and to send to ranks of other hosts."""
         placement = self._placement
-        gloo = self._call.links.all_ranks
         # Each rank begins with another one, so that nobody has all messages at once.
         ranks = [(placement.rank + step) % placement.size for step in range(1, placement.size)]
         elsewhere = [rank for rank in ranks if placement.host_of[rank] != placement.host]
-        works: list[Work] = []
         for rank in elsewhere:
             if (part := self._outputs[rank]).nbytes:
-                works.append(gloo.recv([part], rank, DIRECT_TAG))
+                transfer.receive([part], rank)
             if (part := self._inputs[rank]).nbytes:
-                works.append(gloo.send([part], rank, DIRECT_TAG))
-        return works
+                transfer.send([part], rank)
 
     def _exchange_on_host(self) -> None:
         placement = self._placement
