@@ -71,6 +71,8 @@ def test_a_killed_host_ends_every_kind_of_call(length):
                 dist.scatter(torch.ones(length), parts() if rank == 3 else None, 3)
             elif kind == "reduce":
                 dist.reduce(torch.ones(length), 0)
+            elif kind == "broadcast":
+                dist.broadcast(torch.ones(length), 3)
             else:
                 dist.reduce_scatter(torch.ones(length), parts())
 
@@ -86,10 +88,62 @@ def test_a_killed_host_ends_every_kind_of_call(length):
                 call()
 
     with simulated_hosts(2) as hosts:
-        for kind in ("all_to_all", "gather", "scatter", "reduce", "reduce_scatter"):
+        for kind in ("all_to_all", "gather", "scatter", "reduce", "broadcast", "reduce_scatter"):
             outcomes = run_ranks(4, check, hosts, kind, check=False, timeout=60)
             assert [outcome.error is None for outcome in outcomes] == [True, True, False, False], (
                 kind,
+                [outcome.error for outcome in outcomes],
+            )
+
+
+def test_a_host_killed_while_tensors_are_on_their_way_ends_the_calls_of_the_others():
+    """Long tensors go straight from rank to rank: one after the other, until the host dies."""
+
+    def check(rank, world, hosts, kind, root):
+        import os
+        import signal
+        import threading
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import GroupError
+
+        enter(hosts[rank // 2])
+        init_group("paceline")
+        data = torch.ones(2_000_000)
+        parts = [torch.ones(2_000_000) for _ in range(world)]
+        received = [torch.zeros(2_000_000) for _ in range(world)]
+        calls = {
+            "broadcast": lambda: dist.broadcast(data, root),
+            "scatter": lambda: dist.scatter(data, parts if rank == root else None, root),
+            "gather": lambda: dist.gather(data, received if rank == root else None, root),
+            "all_to_all": lambda: dist.all_to_all(received, parts),
+        }
+
+        def repeat():
+            while True:
+                calls[kind]()
+
+        calls[kind]()
+        if rank >= 2:
+            threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        with pytest.raises(GroupError):
+            repeat()
+
+    with simulated_hosts(2) as hosts:
+        for kind, root in (
+            ("broadcast", 0),
+            ("broadcast", 3),
+            ("scatter", 1),
+            ("scatter", 2),
+            ("gather", 1),
+            ("all_to_all", 0),
+        ):
+            outcomes = run_ranks(4, check, hosts, kind, root, check=False, timeout=60)
+            assert [outcome.error is None for outcome in outcomes[:2]] == [True, True], (
+                kind,
+                root,
                 [outcome.error for outcome in outcomes],
             )
 

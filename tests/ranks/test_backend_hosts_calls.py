@@ -84,7 +84,9 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
         def part(source, goal, count):
             return torch.full((count,), value(source, goal))
 
-        for unit in (0, 1, 700, 40_000, 300_000):
+        # The last that messages carry, and the first that go straight: 2x2 has two parts in a
+        # message of a scatter and four in one of an all-to-all, each of four bytes a unit.
+        for unit in (0, 1, 700, 65_536, 65_537, 131_072, 131_073, 300_000):
             for lengths in (
                 [[unit] * world] * world,
                 [[unit * (s + g) for g in range(world)] for s in range(world)],
@@ -281,7 +283,7 @@ def test_exchanges_and_reductions_that_differ_are_told_on_every_rank(placement):
 
         calls = (all_to_all, gather, scatter, reduce, reduce_scatter, barrier)
         for odd in range(world):
-            for count in (3, 150_000):
+            for count in (3, 150_000):  # carried, straight
                 for usual, unusual in zip(calls, (*calls[1:], calls[0]), strict=True):
                     with pytest.raises(MismatchError) as raised:
                         (unusual if rank == odd else usual)(count)
@@ -470,8 +472,9 @@ def test_long_and_short_data_is_moved_between_hosts(placement):
 
         join(rank, host_of)
         for root in range(world):
-            # Short ones in one lane, long in all.
-            for length in (0, 1, 65_536, 65_537, 131_072, 131_073, 3_000_001):
+            # In one message, in all lanes or in chunks; between two hosts and between more, these
+            # begin elsewhere.
+            for length in (0, 1, 65_536, 65_537, 1 << 20, (1 << 20) + 1, 4 << 20, (8 << 20) + 1):
                 data = of(root, length) if rank == root else torch.zeros(length, dtype=torch.uint8)
                 dist.broadcast(data, root)
                 assert torch.equal(data, of(root, length)), (root, length)
@@ -507,7 +510,7 @@ def test_moves_that_differ_are_listed_by_every_rank_and_the_group_lives_on(place
 
         join(rank, host_of)
         for odd in range(world):
-            for usual, unusual in ((3, 100_000), (100_000, 3), (100_000, 100_001)):
+            for usual, unusual in ((3, 100_000), (100_000, 3), (100_000, 100_001), (300_000, 3)):
                 with pytest.raises(MismatchError) as raised:
                     dist.broadcast(torch.ones(unusual if rank == odd else usual), 0)
                 assert sorted(raised.value.values) == list(range(world))

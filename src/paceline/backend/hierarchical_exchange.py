@@ -1,104 +1,78 @@
 """Gather, scatter and all-to-all over all ranks of several hosts: every rank sends every other
 something, of any length.
 
-Nearly always all parts have one length. No rank knows that of the others, so it is tried:
+Nearly always all parts have one length. No rank knows that of the others, so it is tried, in the
+lane of each host's first rank:
 
     1. compare     inside each host: parts for its own ranks are handed over in shared memory, and
-                   those for other hosts to the rank that sends them. If lengths differ, this fails
-                   on all ranks of the host.
+                   those for other hosts to its first rank. If lengths differ, this fails on all
+                   ranks of the host.
     2. send        between hosts: the length, and the parts behind it if a message has room
     3. deliver     inside each host: its ranks get what came for them
 
 If all hosts have found the same length, that was all, but for parts that were too long: these are
-now known to fit, and go straight from rank to rank, over Gloo between hosts and in shared memory
-inside one. Otherwise a `_RowExchange` does it all: each rank has a row, how many bytes it sends to
-each rank and expects from each. Rows are gathered, so that all ranks reach the same conclusion if
-they do not fit, and everything goes straight.
-
-A gather and a scatter are spoken by the first rank of each host. In an all-to-all every rank has
-something for every host: there all lanes speak, and it is tried only where all hosts have as many
-ranks.
+now known to fit, and go straight from tensor to tensor (`_StraightExchange`), over Gloo between
+hosts and in shared memory inside one, in the place of step 3. Otherwise each rank has a row, how
+many bytes it sends to each rank and expects from each. Rows are gathered, so that all ranks reach
+the same conclusion if they do not fit, and everything goes straight.
 """
 
 from __future__ import annotations
 
 import abc
 import ctypes as C
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from paceline._torch_internals import Work
-from paceline.backend.hierarchical_move import RankParts, all_gather, is_brief, lanes_to_move
+from paceline.backend.hierarchical_move import all_gather, is_brief, lanes_to_move
 from paceline.backend.host_engine import address_of
 from paceline.backend.host_placement import Placement
 from paceline.backend.lane import LaneMessage, message_capacity
-from paceline.backend.multi_host_call import DIRECT_TAG, MultiHostCall, UnevenParts
+from paceline.backend.multi_host_call import MultiHostCall, UnevenParts
+from paceline.backend.straight_transfer import StraightTransfer
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES
 from paceline.errors import MismatchError
 
-__all__ = ["all_to_all", "all_to_all_lanes", "exchange_is_brief", "gather", "scatter"]
+__all__ = ["all_to_all", "exchange_is_brief", "gather", "scatter"]
 
-# A message begins with the length of all parts, or with this.
+# In the place of the length of all parts.
 _UNEVEN = -1
-_LENGTH_BYTES = C.sizeof(C.c_int64)
 
 
 def gather(
     call: MultiHostCall, outputs: Sequence[torch.Tensor] | None, tensor: torch.Tensor, root: int
 ) -> None:
     """Give rank `root` the tensors of all ranks. Only that one has outputs."""
-    gathering = _Gather(call, outputs, tensor, root)
-    if not gathering.run():
+
+    def straight() -> _StraightExchange:
         nothing = tensor.new_empty(0)
         sent = [tensor if rank == root else nothing for rank in range(call.placement.size)]
-        received = outputs or [nothing] * call.placement.size
-        _run_the_rest(call, received, sent, rows_needed=not gathering.is_even)
+        return _StraightExchange(call, outputs or [nothing] * call.placement.size, sent)
+
+    _Gather(call, outputs, tensor, root).run_or_else(straight)
 
 
 def scatter(
     call: MultiHostCall, output: torch.Tensor, inputs: Sequence[torch.Tensor] | None, root: int
 ) -> None:
     """Give every rank its input of rank `root`, which alone has inputs."""
-    scattering = _Scatter(call, output, inputs, root)
-    if not scattering.run():
+
+    def straight() -> _StraightExchange:
         nothing = output.new_empty(0)
-        sent = inputs or [nothing] * call.placement.size
         received = [output if rank == root else nothing for rank in range(call.placement.size)]
-        _run_the_rest(call, received, sent, rows_needed=not scattering.is_even)
+        return _StraightExchange(call, received, inputs or [nothing] * call.placement.size)
+
+    _Scatter(call, output, inputs, root).run_or_else(straight)
 
 
 def all_to_all(
     call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> None:
     """Give every rank r `inputs[r]`, and get `outputs[r]` from it."""
-    if not call.placement.is_even:
-        _run_the_rest(call, outputs, inputs, rows_needed=True)
-        return
-    exchanging = _AllToAll(call, outputs, inputs)
-    if not exchanging.run():
-        _run_the_rest(call, outputs, inputs, rows_needed=not exchanging.is_even)
-
-
-def _run_the_rest(
-    call: MultiHostCall,
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[torch.Tensor],
-    *,
-    rows_needed: bool,
-) -> None:
-    exchange = _RowExchange(
-        call.on_lanes(_lanes_for_rows(call.placement)), RankParts(outputs), RankParts(inputs)
-    )
-    if rows_needed:
-        exchange.compare_rows()
-    exchange.send_straight()
-
-
-def all_to_all_lanes(placement: Placement) -> int:
-    """How many lanes an all-to-all speaks on."""
-    return placement.lanes if placement.is_even else _lanes_for_rows(placement)
+    exchange = _AllToAll(call, outputs, inputs)
+    exchange.run_or_else(lambda: _StraightExchange(call, outputs, inputs))
 
 
 def exchange_is_brief(placement: Placement) -> bool:
@@ -117,41 +91,63 @@ def _bytes_of_all_rows(placement: Placement) -> int:
 # --- parts of one length --------------------------------------------------------------------------
 class _EvenExchange(abc.ABC):
     """One exchange on one rank, which believes that all parts have `length` bytes; None: it has
-    some that differ.
+    some that differ. A message has `carried` of them, if there is room.
     """
 
-    def __init__(self, call: MultiHostCall, length: int | None) -> None:
+    def __init__(self, call: MultiHostCall, length: int | None, carried: int) -> None:
         self._call = call
-        self._placement = placement = call.placement
+        self._placement = call.placement
         self._length = length or 0
-        self.is_even = length is not None
-        longest = max(map(len, placement.members)) * self._length + _LENGTH_BYTES
-        self._is_carried = self.is_even and longest <= message_capacity(placement.hosts)
+        self._is_even = length is not None
+        room = message_capacity(call.placement.hosts)
+        self._is_carried = self._is_even and carried * self._length <= room
+        call.header.length = self._length
 
-    def run(self) -> bool:
-        """Whether everything is delivered. If not, see `is_even`."""
-        call = self._call
+    def run_or_else(self, straight: Callable[[], _StraightExchange]) -> None:
+        """Deliver everything, or let another exchange do it."""
         self._compare()
-        if not call.speaks:
-            self._learn()
-            return self._is_carried and self.is_even
-        if self.is_even:
+        try:
+            if self._call.speaks:
+                self._speak(straight)
+            else:
+                self._finish({}, straight)
+        except UnevenParts:
+            self._is_even = False
+        if not self._is_even:
+            exchange = straight()
+            exchange.compare_rows()
+            exchange.run()
+
+    def _speak(self, straight: Callable[[], _StraightExchange]) -> None:
+        """Steps 2 and 3 of the first rank of a host."""
+        call = self._call
+        if not self._is_even:
+            call.header.length = _UNEVEN
+        if self._is_even and self._is_carried:
             self._send()
         else:
-            self._send_length(_UNEVEN, self._placement.other_hosts)
+            call.send_header()
         messages = dict(zip(self._placement.other_hosts, call.receive_first(), strict=True))
-        lengths = {_length_in(message) for message in messages.values()}
         try:
-            if self.is_even and lengths != {self._length}:
-                self.is_even = False
+            lengths = {message.header.length for message in messages.values()}
+            if self._is_even and lengths != {self._length}:
+                self._is_even = False
                 call.report_uneven()
-            elif self.is_even and self._is_carried:
-                self._deliver(messages)
             else:
-                call.confirm()
+                self._finish(messages, straight)
         finally:
             call.received()
-        return self._is_carried and self.is_even
+
+    def _finish(
+        self, messages: dict[int, LaneMessage], straight: Callable[[], _StraightExchange]
+    ) -> None:
+        """Step 3, in which the others learn that all ranks make this call."""
+        if not self._is_even:
+            self._call.confirm()
+        elif self._is_carried:
+            self._deliver(messages)
+        else:
+            straight().run()
 
     def _compare(self) -> None:
         """Step 1. `is_even` is whether all parts that ranks of this host have are."""
@@ -159,19 +155,9 @@ class _EvenExchange(abc.ABC):
         if self._is_carried:
             self._fill_first(request)
         try:
-            self._call.run_first_local(request, self._length if self.is_even else _UNEVEN)
+            self._call.run_first_local(request, self._length if self._is_even else _UNEVEN)
         except UnevenParts:
-            self.is_even = False
-
-    def _learn(self) -> None:
-        """Steps 2 and 3 of a rank that does not speak."""
-        try:
-            if self.is_even and self._is_carried:
-                self._deliver({})
-            else:
-                self._call.confirm()
-        except UnevenParts:
-            self.is_even = False
+            self._is_even = False
 
     @abc.abstractmethod
     def _fill_first(self, request: Request) -> None:
@@ -179,41 +165,22 @@ class _EvenExchange(abc.ABC):
 
     @abc.abstractmethod
     def _send(self) -> None:
-        """Step 2: one message to each other host."""
+        """Step 2: one message with parts to each other host."""
 
     @abc.abstractmethod
     def _deliver(self, messages: dict[int, LaneMessage]) -> None:
         """Step 3; a rank that does not speak has no messages."""
 
     # --- bytes ------------------------------------------------------------------------------------
-    def _send_length(self, length: int, hosts: Sequence[int]) -> None:
-        if hosts:
-            self._send_message(self._outgoing(), length, 0, hosts)
-
     def _outgoing(self) -> LaneMessage:
         return self._call.links.lane.outgoing(self._call.header, self._call.left())
 
-    def _send_message(
-        self, message: LaneMessage, length: int, parts: int, hosts: Sequence[int]
-    ) -> None:
-        C.c_int64.from_address(message.address).value = length
-        self._call.links.lane.send(message, _LENGTH_BYTES + parts * self._length, hosts)
-
-    def _send_parts(self, sources: Sequence[torch.Tensor], hosts: Sequence[int]) -> None:
-        """To each of these hosts what its ranks get of one tensor for each rank of the group."""
-        for host in hosts:
-            message = self._outgoing()
-            members = self._placement.members[host]
-            if self._is_carried:
-                for address, rank in zip(self._addresses_in(message, host), members, strict=True):
-                    C.memmove(address, sources[rank].data_ptr(), self._length)
-            self._send_message(
-                message, self._length, len(members) if self._is_carried else 0, [host]
-            )
+    def _send_message(self, message: LaneMessage, parts: int, hosts: Sequence[int]) -> None:
+        self._call.links.lane.send(message, parts * self._length, hosts)
 
     def _addresses_in(self, message: LaneMessage, host: int) -> list[int]:
         """Where in a message the part of each rank of a host is."""
-        first = message.address + _LENGTH_BYTES
+        first = message.address
         return [first + index * self._length for index in range(len(self._placement.members[host]))]
 
     def _table(
@@ -235,7 +202,8 @@ class _RootedExchange(_EvenExchange):
     def __init__(
         self, call: MultiHostCall, own: torch.Tensor, all_parts: Sequence[torch.Tensor], root: int
     ) -> None:
-        super().__init__(call, _common_length([own, *all_parts]))
+        largest_host = max(map(len, call.placement.members))
+        super().__init__(call, _common_length([own, *all_parts]), largest_host)
         self._own = own
         self._all_parts = all_parts  # empty but on the root
         placement = self._placement
@@ -293,20 +261,20 @@ class _Gather(_RootedExchange):
     def _send(self) -> None:
         others = self._placement.other_hosts
         if self._message is not None:
-            parts = len(self._placement.local)
-            self._send_message(self._message, self._length, parts, [self._root_host])
+            self._send_message(self._message, len(self._placement.local), [self._root_host])
             others = tuple(host for host in others if host != self._root_host)
-        self._send_length(self._length, others)
+        if others:
+            self._send_message(self._outgoing(), 0, others)
 
     def _deliver(self, messages: dict[int, LaneMessage]) -> None:
         if self._is_at_root and self._root_speaks:
             for host, message in messages.items():
-                self._take(host, message.address + _LENGTH_BYTES)
+                self._take(host, message.address)
         if not self._is_at_root or self._root_speaks:
             self._call.confirm()
             return
         for host in self._placement.other_hosts:
-            data = messages[host].address + _LENGTH_BYTES if messages else 0
+            data = messages[host].address if messages else 0
             block = self._block([host])
             self._hand_over(self._local_root, 0, data, block.data_ptr(), block.nbytes)
             if self._all_parts:
@@ -338,16 +306,21 @@ class _Scatter(_RootedExchange):
 
     def _fill_scatter(self, request: Request, parts: Sequence[int | None]) -> None:
         """From the root of this host's ranks to all of them."""
-        request.kind, request.root, request.count = Kind.SCATTER, self._local_root, self._length
+        root = self._local_root
+        request.kind, request.root, request.count = Kind.SCATTER, root, self._length
+        if self._placement.local_index == root:
+            # Its own part need not go through shared memory.
+            _copy_part(self._own, parts[root] or 0)
+            others = [None if index == root else part for index, part in enumerate(parts)]
+            request.inputs, request.in_counts = self._table(others)
+            return
         wanted: list[int | None] = [None] * len(self._placement.local)
-        wanted[self._local_root] = self._own.data_ptr()
+        wanted[root] = self._own.data_ptr()
         request.outputs, request.out_counts = self._table(wanted)
-        if self._placement.local_index == self._local_root:
-            request.inputs, request.in_counts = self._table(parts)
 
     def _compare(self) -> None:
         super()._compare()
-        if self.is_even and self._is_carried and self._is_at_root and not self._root_speaks:
+        if self._is_even and self._is_carried and self._is_at_root and not self._root_speaks:
             self._all_parts = self._parts_for_other_hosts()
 
     def _parts_for_other_hosts(self) -> Sequence[torch.Tensor]:
@@ -368,10 +341,14 @@ class _Scatter(_RootedExchange):
         return parts
 
     def _send(self) -> None:
-        if self._is_at_root:
-            self._send_parts(self._all_parts, self._placement.other_hosts)
-        else:
-            self._send_length(self._length, self._placement.other_hosts)
+        if not self._is_at_root:
+            self._call.send_header()
+            return
+        for host in self._placement.other_hosts:
+            message, members = self._outgoing(), self._placement.members[host]
+            for address, rank in zip(self._addresses_in(message, host), members, strict=True):
+                C.memmove(address, self._all_parts[rank].data_ptr(), self._length)
+            self._send_message(message, len(members), [host])
 
     def _deliver(self, messages: dict[int, LaneMessage]) -> None:
         if self._is_at_root:
@@ -385,38 +362,106 @@ class _Scatter(_RootedExchange):
 
 
 class _AllToAll(_EvenExchange):
-    """Each rank sends what the ranks of a host get of it to the one in its own lane."""
+    """Through the first rank of each host. To this one each of the others hands a block: the part
+    that is for itself, then those for the ranks of other hosts.
+    """
 
     def __init__(
         self, call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> None:
-        super().__init__(call, _common_length([*outputs, *inputs]))
+        *_, second, largest = sorted(map(len, call.placement.members))
+        super().__init__(call, _common_length([*outputs, *inputs]), second * largest)
         self._outputs, self._inputs = outputs, inputs
+        placement = self._placement
+        self._elsewhere = [
+            rank for host in placement.other_hosts for rank in placement.members[host]
+        ]
+        self._memory = 0
 
     def _fill_first(self, request: Request) -> None:
-        local = self._placement.local
-        self._fill(request, self._addresses_of(self._inputs, local), local)
+        local, index = self._placement.local, self._placement.local_index
+        block_bytes = (1 + len(self._elsewhere)) * self._length
+        # Of a first rank: the others' blocks; later what is delivered to them, which is less.
+        blocks = max(len(local) - 1, 1) if index == 0 else 1
+        self._memory = self._call.workspace((blocks, block_bytes), torch.uint8).data_ptr()
+        sent = self._parts_of(self._inputs)
+        wanted = self._parts_of(self._outputs)
+        if index > 0:
+            self._pack([self._inputs[rank] for rank in (local[0], *self._elsewhere)])
+            sent[0] = (self._memory, block_bytes)
+        else:
+            wanted = [
+                (self._memory + (i - 1) * block_bytes, block_bytes) for i in range(len(local))
+            ]
+        _copy_part(self._outputs[local[index]], self._inputs[local[index]].data_ptr())
+        sent[index] = wanted[index] = (None, 0)
+        _fill_exchange(request, sent, wanted)
 
-    def _fill(self, request: Request, parts: Sequence[int | None], senders: Sequence[int]) -> None:
-        request.kind, request.root = Kind.ALLTOALL, -1
-        request.inputs, request.in_counts = self._table(parts)
-        request.outputs, request.out_counts = self._table(
-            self._addresses_of(self._outputs, senders)
-        )
+    def _parts_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int | None, int]]:
+        return [(tensors[rank].data_ptr(), self._length) for rank in self._placement.local]
+
+    def _pack(self, parts: Sequence[torch.Tensor]) -> None:
+        for index, part in enumerate(parts):
+            C.memmove(self._memory + index * self._length, part.data_ptr(), self._length)
 
     def _send(self) -> None:
-        self._send_parts(self._inputs, self._placement.other_hosts)
+        others = self._placement.local[1:]
+        block_bytes = (1 + len(self._elsewhere)) * self._length
+        blocks = [self._memory + index * block_bytes for index in range(len(others))]
+        for rank, block in zip(others, blocks, strict=True):
+            _copy_part(self._outputs[rank], block)
+        position = self._length
+        for host in self._placement.other_hosts:
+            members = self._placement.members[host]
+            message = self._outgoing()
+            address = message.address
+            for rank in members:
+                C.memmove(address, self._inputs[rank].data_ptr(), self._length)
+                address += self._length
+            run_bytes = len(members) * self._length
+            for block in blocks:
+                C.memmove(address, block + position, run_bytes)
+                address += run_bytes
+            position += run_bytes
+            self._send_message(message, (1 + len(others)) * len(members), [host])
 
     def _deliver(self, messages: dict[int, LaneMessage]) -> None:
-        for host, message in messages.items():
+        local, index = self._placement.local, self._placement.local_index
+        nothing: tuple[int | None, int] = (None, 0)
+        sent, wanted = [nothing] * len(local), [nothing] * len(local)
+        nbytes = len(self._elsewhere) * self._length
+        if index > 0:
+            wanted[0] = (self._memory, nbytes)
+        else:
+            self._sort(messages)
+            sent[1:] = [(self._memory + i * nbytes, nbytes) for i in range(len(local) - 1)]
+        if len(local) > 1:
             request = Request(dtype=BYTES)
-            parts = self._addresses_in(message, self._placement.host)
-            self._fill(request, parts, self._placement.members[host])
+            _fill_exchange(request, sent, wanted)
             self._call.run_local(request)
+        if index > 0:
+            for position, rank in enumerate(self._elsewhere):
+                _copy_part(self._outputs[rank], self._memory + position * self._length)
+
+    def _sort(self, messages: dict[int, LaneMessage]) -> None:
+        """Take the parts that came for this rank, and put those for each other one together."""
+        goals = len(self._placement.local)
+        parts = [
+            message.address + index * goals * self._length
+            for host, message in messages.items()
+            for index in range(len(self._placement.members[host]))
+        ]
+        for rank, part in zip(self._elsewhere, parts, strict=True):
+            _copy_part(self._outputs[rank], part)
+        address = self._memory
+        for goal in range(1, goals):
+            for part in parts:
+                C.memmove(address, part + goal * self._length, self._length)
+                address += self._length
 
 
-def _length_in(message: LaneMessage) -> int:
-    return C.c_int64.from_address(message.address).value
+def _copy_part(part: torch.Tensor, address: int) -> None:
+    C.memmove(part.data_ptr(), address, part.nbytes)
 
 
 def _common_length(tensors: Sequence[torch.Tensor]) -> int | None:
@@ -426,51 +471,77 @@ def _common_length(tensors: Sequence[torch.Tensor]) -> int | None:
 
 
 # --- parts of any length --------------------------------------------------------------------------
-class _RowExchange:
-    """One exchange, on one rank."""
+class _StraightExchange:
+    """One exchange on one rank, from tensor to tensor."""
 
-    def __init__(self, call: MultiHostCall, to_receive: RankParts, to_send: RankParts) -> None:
+    def __init__(
+        self, call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
         self._call = call
         self._placement = call.placement
-        self._to_receive, self._to_send = to_receive, to_send
+        self._outputs, self._inputs = outputs, inputs
 
     def compare_rows(self) -> None:
         """Make sure that what each rank sends is what the others expect."""
-        row = torch.tensor([self._to_send.lengths, self._to_receive.lengths])
+        row = torch.tensor(
+            [[part.nbytes for part in parts] for parts in (self._inputs, self._outputs)]
+        )
         rows = torch.empty((self._placement.size, *row.shape), dtype=torch.int64)
-        all_gather(self._call, rows.unbind(), row)
+        all_gather(self._call.on_lanes(_lanes_for_rows(self._placement)), rows.unbind(), row)
         _check_sizes(self._call, rows)
 
-    def send_straight(self) -> None:
-        """From tensor to tensor: sizes are known to fit."""
-        placement, call = self._placement, self._call
-        gloo = call.links.all_ranks
-        works: list[Work] = []
-        # Each rank begins with another one, so that nobody has all messages at once.
-        others = [(placement.rank + step) % placement.size for step in range(1, placement.size)]
-        for rank in others:
-            if placement.host_of[rank] == placement.host:
-                continue
-            if len(part := self._to_receive.parts[rank]):
-                works.append(gloo.recv([part], rank, DIRECT_TAG))
-            if len(part := self._to_send.parts[rank]):
-                works.append(gloo.send([part], rank, DIRECT_TAG))
+    def run(self) -> None:
+        """Sizes are known to fit. That all ranks make this call the first of a host knows; the
+        others learn it in the step in shared memory.
+        """
+        transfer = StraightTransfer(self._call)
+        if self._call.speaks:
+            self._post(transfer)
         self._exchange_on_host()
-        call.await_gloo(works)
+        if not self._call.speaks:
+            self._post(transfer)
+        transfer.finish()
+
+    def _post(self, transfer: StraightTransfer) -> None:
+        """Start to receive from and to send to ranks of other hosts."""
+        placement = self._placement
+        # Each rank begins with another one, so that nobody has all messages at once.
+        ranks = [(placement.rank + step) % placement.size for step in range(1, placement.size)]
+        elsewhere = [rank for rank in ranks if placement.host_of[rank] != placement.host]
+        for rank in elsewhere:
+            if (part := self._outputs[rank]).nbytes:
+                transfer.receive([part], rank)
+            if (part := self._inputs[rank]).nbytes:
+                transfer.send([part], rank)
 
     def _exchange_on_host(self) -> None:
-        local = self._placement.local
-        request = Request(kind=Kind.ALLTOALL, dtype=BYTES, root=-1)
-        request.inputs, request.in_counts = _rows_of([self._to_send.parts[r] for r in local])
-        request.outputs, request.out_counts = _rows_of([self._to_receive.parts[r] for r in local])
-        self._call.run_local(request)
+        placement = self._placement
+        local, index = placement.local, placement.local_index
+        sent = [(address_of(self._inputs[rank]), self._inputs[rank].nbytes) for rank in local]
+        wanted = [(address_of(self._outputs[rank]), self._outputs[rank].nbytes) for rank in local]
+        _copy_part(self._outputs[placement.rank], self._inputs[placement.rank].data_ptr())
+        sent[index] = wanted[index] = (None, 0)
+        if len(local) > 1:
+            request = Request(dtype=BYTES)
+            _fill_exchange(request, sent, wanted)
+            self._call.run_local(request)
 
 
-def _rows_of(parts: Sequence[torch.Tensor]) -> tuple[C.Array[C.c_void_p], C.Array[C.c_uint64]]:
-    return (
-        (C.c_void_p * len(parts))(*map(address_of, parts)),
-        (C.c_uint64 * len(parts))(*map(len, parts)),
-    )
+def _fill_exchange(
+    request: Request,
+    sent: Sequence[tuple[int | None, int]],
+    wanted: Sequence[tuple[int | None, int]],
+) -> None:
+    """Make it one in which each rank of the host gives every other one part: its address and its
+    length.
+    """
+    request.kind, request.root = Kind.ALLTOALL, -1
+    for parts, addresses, counts in (
+        (sent, "inputs", "in_counts"),
+        (wanted, "outputs", "out_counts"),
+    ):
+        setattr(request, addresses, (C.c_void_p * len(parts))(*[address for address, _ in parts]))
+        setattr(request, counts, (C.c_uint64 * len(parts))(*[nbytes for _, nbytes in parts]))
 
 
 def _check_sizes(call: MultiHostCall, rows: torch.Tensor) -> None:

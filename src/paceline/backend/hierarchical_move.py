@@ -1,12 +1,13 @@
-"""Broadcast and all-gather over all ranks of several hosts: bytes that are moved only.
+"""All-gather over all ranks of several hosts, and long broadcasts to more than two: bytes that are
+moved only.
 
-Broadcast and all-gather are one thing, `_Spread`: each host has a segment of the whole, for a
-broadcast one of them has all of it, and every rank gets every segment. The first step in shared
-memory gives all ranks of a host its segment. A short whole then goes through one lane, and from the
-first rank of a host to the others. A long one goes in blocks: each lane sends its slice of the
-host's own block to all other hosts, and the slices that it received are shared inside the host. A
-long broadcast to several hosts first deals a piece to each, so that the link of its host need not
-carry all of it to all of them. What fits into one block needs no thread of its own (`is_brief`).
+Both are one thing, `_Spread`: each host has a segment of the whole, and every rank gets every
+segment. The first step in shared memory gives all ranks of a host its segment. A short whole then
+goes through one lane, and from the first rank of a host to the others. A long one goes in blocks:
+each lane sends its slice of the host's own block to all other hosts, and the slices that it
+received are shared inside the host. A broadcast first deals a segment to each host, so that the
+link of its own need not carry all of it to all of them. What fits into one block needs no thread of
+its own (`is_brief`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,14 @@ from paceline.backend.multi_host_call import MultiHostCall
 from paceline.core.abi import Kind, Request
 from paceline.core.dtypes import BYTES
 
-__all__ = ["RankParts", "all_gather", "as_bytes", "broadcast", "is_brief", "lanes_to_move"]
+__all__ = [
+    "RankParts",
+    "all_gather",
+    "as_bytes",
+    "broadcast_in_pieces",
+    "is_brief",
+    "lanes_to_move",
+]
 
 _SLICE_BYTES = 512 << 10
 _DEPTH = 2
@@ -49,8 +57,10 @@ def _slice_bytes(placement: Placement) -> int:
     return min(_SLICE_BYTES, message_capacity(placement.hosts))
 
 
-def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    """Give every rank the bytes that rank `root` has."""
+def broadcast_in_pieces(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
+    """Give every rank the bytes that rank `root` has: each host gets a piece, and gives it to the
+    others.
+    """
     placement = call.placement
     source = placement.host_of[root]
     request = Request(kind=Kind.BARRIER, dtype=BYTES, root=-1)
@@ -59,15 +69,11 @@ def broadcast(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
         request = Request(kind=Kind.BROADCAST, dtype=BYTES, root=local_root, count=data.numel())
         request.input = request.output = address_of(data)
     call.run_first_local(request)
-    nbytes = data.numel()
-    if placement.hosts == 2 or is_short(nbytes, placement.hosts):
-        lengths = [nbytes if host == source else 0 for host in range(placement.hosts)]
-        _Spread(call, data, lengths).run()
-    else:
-        call.compare_headers()
-        pieces = _Spread(call, data, [count for _, count in cut_range(0, nbytes, placement.hosts)])
-        pieces.deal(source)
-        pieces.run()
+    call.compare_headers()
+    lengths = [count for _, count in cut_range(0, data.numel(), placement.hosts)]
+    pieces = _Spread(call, data, lengths)
+    pieces.deal(source)
+    pieces.run()
 
 
 def all_gather(call: MultiHostCall, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> None:

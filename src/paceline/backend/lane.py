@@ -63,6 +63,8 @@ class MessageHeader(C.Structure):
         ("call", CallRecord),
         # 0: the ranks of the sender's host made different calls, and the message lists them.
         ("agreed", C.c_uint32),
+        # What all parts of an exchange have, if messages carry those.
+        ("length", C.c_int64),
     ]
 
 
@@ -137,6 +139,12 @@ class Lane:
         """The next message from a host, to be given back by `received`."""
         self.await_next(host, timeout)
         return self._incoming[host][0]
+
+    def receive_arriving(self, host: int, timeout: timedelta) -> LaneMessage:
+        """The same if its beginning is here."""
+        message = self._incoming[host][0]
+        _await_all(message, timeout)
+        return message
 
     def await_next(self, host: int, timeout: timedelta) -> None:
         """Wait until the next message from a host is here."""

@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
-from paceline._torch_internals import PrefixStore, Store, Work
+from paceline._torch_internals import PrefixStore, Store
 from paceline.backend.call_thread import CallThread
 from paceline.backend.host_engine import HostEngine, address_of
 from paceline.backend.host_placement import Placement
@@ -201,14 +201,9 @@ class MultiHostCall:
     def left(self) -> timedelta:
         return timedelta(microseconds=self.left_ns() // 1000)
 
-    def await_gloo(self, works: Sequence[Work]) -> None:
+    def wait_for_gloo(self, wait: Callable[[], object]) -> None:
         """Wait for messages that go straight to a rank on another host, or come from one."""
-
-        def wait() -> None:
-            for work in works:
-                work.wait(self.left())
-
-        if self._on_callers_thread and works:
+        if self._on_callers_thread:
             self.links.run_on_waiting_thread(wait)
         else:
             wait()
@@ -354,14 +349,15 @@ class MultiHostCall:
 
     def _receive_first_of(self, host: int) -> LaneMessage:
         """What a call left behind whose ranks disagreed is passed over."""
-        lane = self.links.lane
-        if self._on_callers_thread:
-            self.links.await_arrival(host, self.left())
-        while (message := lane.receive(host, self.left())).header.call.sequence < (
-            self.record.sequence
-        ):
-            lane.received(host)
+        while (message := self._receive(host)).header.call.sequence < self.record.sequence:
+            self.links.lane.received(host)
         return message
+
+    def _receive(self, host: int) -> LaneMessage:
+        if not self._on_callers_thread:
+            return self.links.lane.receive(host, self.left())
+        self.links.await_arrival(host, self.left())
+        return self.links.lane.receive_arriving(host, self.left())
 
     def _pass_over_first(self) -> None:
         for host in self.placement.other_hosts:

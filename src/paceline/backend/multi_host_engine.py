@@ -18,17 +18,19 @@ from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.engine import Reduction, Ticket
 from paceline.backend.group_options import GroupOptions
+from paceline.backend.hierarchical_broadcast import (
+    broadcast,
+    broadcast_is_brief,
+    broadcast_lanes,
+)
 from paceline.backend.hierarchical_exchange import (
     all_to_all,
-    all_to_all_lanes,
     exchange_is_brief,
     gather,
     scatter,
 )
 from paceline.backend.hierarchical_move import (
     all_gather,
-    as_bytes,
-    broadcast,
     is_brief,
     lanes_to_move,
 )
@@ -182,12 +184,12 @@ class MultiHostEngine:
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
     ) -> Ticket | None:
-        data = as_bytes(tensor)
-        header = self._header(
-            Kind.BROADCAST, BYTES, data.numel(), root=root, label=dtype_label(tensor)
-        )
-        run = functools.partial(broadcast, data=data, root=root)
-        return self._move(header, run, data.numel(), wait, timeout_ns)
+        nbytes = tensor.nbytes
+        header = self._header(Kind.BROADCAST, BYTES, nbytes, root=root, label=dtype_label(tensor))
+        run = functools.partial(broadcast, tensor=tensor, root=root)
+        lanes = broadcast_lanes(self._placement, nbytes)
+        brief = broadcast_is_brief(self._placement, nbytes)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
     def allgather(
         self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, *, wait: bool, timeout_ns: int
@@ -224,7 +226,7 @@ class MultiHostEngine:
             self._check_one_per_rank("gather", outputs)
         header = self._header(Kind.GATHER, BYTES, 0, root=root, label=dtype_label(tensor))
         run = functools.partial(gather, outputs=outputs, tensor=tensor, root=root)
-        return self._exchange(header, run, wait, timeout_ns, lanes=1)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def scatter(
         self,
@@ -240,7 +242,7 @@ class MultiHostEngine:
         label = dtype_label(output)
         header = self._header(Kind.SCATTER, BYTES, output.numel(), root=root, label=label)
         run = functools.partial(scatter, output=output, inputs=inputs, root=root)
-        return self._exchange(header, run, wait, timeout_ns, lanes=1)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def alltoall(
         self,
@@ -254,8 +256,7 @@ class MultiHostEngine:
         self._check_one_per_rank("all_to_all", inputs)
         header = self._header(Kind.ALLTOALL, BYTES, 0, label=dtype_label(inputs[0]))
         run = functools.partial(all_to_all, outputs=outputs, inputs=inputs)
-        lanes = all_to_all_lanes(self._placement)
-        return self._exchange(header, run, wait, timeout_ns, lanes)
+        return self._exchange(header, run, wait, timeout_ns)
 
     def barrier(self, *, wait: bool, timeout_ns: int) -> Ticket | None:
         header = self._header(Kind.BARRIER, BYTES, 0)
@@ -263,16 +264,18 @@ class MultiHostEngine:
 
     # --- messages ---------------------------------------------------------------------------------
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        work = self._links.all_ranks.send([as_bytes(tensor)], peer, self._slot(tag))
-        return _GlooTicket(work, tensor, timeout_ns, self._name_of("send to", peer, tag))
+        work = self._links.all_ranks.send([tensor], peer, self._slot(tag))
+        name = functools.partial(self._name_of, "send to", peer, tag)
+        return _GlooTicket(work, tensor, timeout_ns, name)
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int, *, timeout_ns: int) -> Ticket:
-        gloo, buffer = self._links.all_ranks, [as_bytes(tensor)]
+        gloo = self._links.all_ranks
         if peer == ANY_SOURCE:
-            work = gloo.recv_anysource(buffer, self._slot(tag))
+            work = gloo.recv_anysource([tensor], self._slot(tag))
         else:
-            work = gloo.recv(buffer, peer, self._slot(tag))
-        return _GlooTicket(work, tensor, timeout_ns, self._name_of("recv from", peer, tag))
+            work = gloo.recv([tensor], peer, self._slot(tag))
+        name = functools.partial(self._name_of, "recv from", peer, tag)
+        return _GlooTicket(work, tensor, timeout_ns, name)
 
     def _slot(self, tag: int) -> int:
         """Gloo's number for a tag."""
@@ -363,10 +366,9 @@ class MultiHostEngine:
         run: Callable[[MultiHostCall], None],
         wait: bool,
         timeout_ns: int,
-        lanes: int,
     ) -> Ticket | None:
         brief = exchange_is_brief(self._placement)
-        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
+        return self._start(header, run, wait, timeout_ns, lanes=1, is_brief=brief)
 
     def _move(
         self,
@@ -463,7 +465,9 @@ class MultiHostEngine:
 class _GlooTicket:
     """A message in progress. Gloo gives a time limit to the wait, not to the message."""
 
-    def __init__(self, work: Work, keep: torch.Tensor, timeout_ns: int, name: str) -> None:
+    def __init__(
+        self, work: Work, keep: torch.Tensor, timeout_ns: int, name: Callable[[], str]
+    ) -> None:
         self._work, self._keep, self._timeout_ns, self._name = work, keep, timeout_ns, name
 
     def wait(self, timeout_ns: int = -1) -> bool:
@@ -475,7 +479,7 @@ class _GlooTicket:
                 self._work.wait()
         except RuntimeError as error:
             kind = CollectiveTimeout if is_timeout(str(error)) else PeerLost
-            raise kind(f"{self._name} over Gloo failed: {error}") from error
+            raise kind(f"{self._name()} over Gloo failed: {error}") from error
         return True
 
     def done(self) -> bool:

@@ -40,6 +40,8 @@ TensorLists: TypeAlias = Any
 
 def contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's elements as they are read, in order."""
+    if _is_plain(tensor) and not tensor.requires_grad:
+        return tensor
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
@@ -47,13 +49,18 @@ def lay_out(tensor: torch.Tensor, *, read: bool = True) -> tuple[torch.Tensor, F
     """A contiguous tensor to work on, and what to do afterwards if it is not the tensor itself."""
     if tensor.is_sparse:
         raise ConfigError("only all_reduce takes sparse tensors; give tensor.to_dense()")
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+    if _is_plain(tensor):
         return tensor, None
     _check_writable(tensor)
     flat = contiguous(tensor) if read else torch.empty(tensor.shape, dtype=tensor.dtype)
     if flat.data_ptr() == tensor.data_ptr() and read:
         flat = flat.clone()
     return flat, copy_back(tensor, flat)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its memory has its elements, in order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _check_writable(tensor: torch.Tensor) -> None:

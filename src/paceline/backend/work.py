@@ -133,8 +133,7 @@ class PendingWork(NotifiesOnDrop, Work):
         # torch's C++ side may still hold this call (DDP's join does) and ask it to wait; without
         # its Python half it would wait for ever. So the object lives on for a while; large tensors
         # do not.
-        lists = (entry if isinstance(entry, list) else (entry,) for entry in self._result)
-        if sum(tensor.numel() for tensors in lists for tensor in tensors) > _SMALL_NUMEL:
+        if _numel_of(self._result) > _SMALL_NUMEL:
             self._result = []
         self._completer.keep(self)
 
@@ -174,6 +173,13 @@ class PendingWork(NotifiesOnDrop, Work):
             self._future.set_result(self._result)
         else:
             self._future.set_exception(self._error)
+
+
+def _numel_of(result: CallResult) -> int:
+    numel = 0
+    for entry in result:
+        numel += _numel_of(entry) if isinstance(entry, list) else entry.numel()
+    return numel
 
 
 class Completer:
