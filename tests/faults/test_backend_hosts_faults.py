@@ -97,7 +97,9 @@ def test_a_killed_host_ends_every_kind_of_call(length):
 
 
 def test_a_host_killed_while_tensors_are_on_their_way_ends_the_calls_of_the_others():
-    """Long tensors go straight from rank to rank: one after the other, until the host dies."""
+    """One call after the other, until the host dies in the middle of a message: of that Gloo says
+    nothing to those who wait for its end, or for the end of what they send.
+    """
 
     def check(rank, world, hosts, kind, root):
         import os
@@ -119,6 +121,8 @@ def test_a_host_killed_while_tensors_are_on_their_way_ends_the_calls_of_the_othe
             "scatter": lambda: dist.scatter(data, parts if rank == root else None, root),
             "gather": lambda: dist.gather(data, received if rank == root else None, root),
             "all_to_all": lambda: dist.all_to_all(received, parts),
+            "all_reduce": lambda: dist.all_reduce(data),
+            "all_gather": lambda: dist.all_gather(received, data),
         }
 
         def repeat():
@@ -139,6 +143,8 @@ def test_a_host_killed_while_tensors_are_on_their_way_ends_the_calls_of_the_othe
             ("scatter", 2),
             ("gather", 1),
             ("all_to_all", 0),
+            *[("all_reduce", 0)] * 4,
+            ("all_gather", 0),
         ):
             outcomes = run_ranks(4, check, hosts, kind, root, check=False, timeout=60)
             assert [outcome.error is None for outcome in outcomes[:2]] == [True, True], (

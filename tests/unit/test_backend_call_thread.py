@@ -10,7 +10,7 @@ import time
 import pytest
 
 from paceline.backend.call_thread import CallThread, GivingUp
-from paceline.errors import GroupAborted
+from paceline.errors import GroupAborted, PeerLost
 
 
 class Broken:
@@ -18,7 +18,10 @@ class Broken:
 
     def __init__(self):
         self.is_broken, self.ended = threading.Event(), threading.Event()
-        self.calls = CallThread("test", GivingUp(self.is_broken.is_set, self.ended.set))
+        self.calls = CallThread("test", GivingUp(self.why_give_up, self.ended.set))
+
+    def why_give_up(self):
+        return GroupAborted("the ranks have changed") if self.is_broken.is_set() else None
 
     def wait_forever(self):
         assert self.ended.wait(30)
@@ -45,7 +48,7 @@ def test_a_call_is_waited_for_while_the_group_is_whole(group):
 def test_a_call_of_a_broken_group_is_made_to_end(group):
     ticket = group.calls.start(group.wait_forever)
     threading.Timer(0.1, group.is_broken.set).start()
-    with pytest.raises(GroupAborted, match="have changed during a call"):
+    with pytest.raises(GroupAborted, match="have changed"):
         ticket.wait()
     assert ticket.done()
 
@@ -55,3 +58,18 @@ def test_what_is_under_way_when_the_group_breaks_still_counts(group):
     ticket = group.calls.start(lambda: time.sleep(0.04))
     assert ticket.wait()
     assert not group.ended.is_set()
+
+
+def test_a_call_that_cannot_be_ended_is_left_behind():
+    stuck, is_lost = threading.Event(), threading.Event()
+    error = PeerLost("the connection was lost in the middle of a message")
+    giving_up = GivingUp(lambda: error if is_lost.is_set() else None, lambda: None)
+    calls = CallThread("test", giving_up)
+    ticket = calls.start(lambda: stuck.wait(30))
+    is_lost.set()
+    with pytest.raises(PeerLost, match="middle of a message"):
+        ticket.wait()
+    calls.close()  # waits for nobody
+    assert not ticket.done()
+    stuck.set()
+    assert ticket.has_ended(30)

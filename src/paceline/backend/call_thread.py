@@ -20,22 +20,27 @@ from paceline.errors import GroupAborted
 
 __all__ = ["CallThread", "CallTicket", "GivingUp"]
 
-# How often a call that waits asks whether it is given up.
-_LOOK_S = 0.02
-# For how long it is continued all the same.
+# For how long a call that is to be given up is continued all the same.
 _UNDER_WAY_S = 0.1
 # How long it may take to end.
 _GIVE_UP_S = 2.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class GivingUp:
-    """`is_due` is asked again and again while somebody waits for a call; `end_calls` makes it
-    end.
+    """When those who wait for a call give it up.
+
+    Args:
+        reason: asked again and again while somebody waits: the error to raise, or None.
+        end_calls: makes the call end, if it can.
+        look_s: how often is asked.
     """
 
-    is_due: Callable[[], bool]
+    reason: Callable[[], Exception | None]
     end_calls: Callable[[], None]
+    look_s: float = 0.02
+    # Whether a call could not be ended: its thread is still in it.
+    has_left_call: bool = False
 
 
 class CallTicket:
@@ -90,13 +95,13 @@ class CallTicket:
 
     def _wait_unless_given_up(self, giving_up: GivingUp, within_s: float) -> None:
         deadline = math.inf if within_s < 0 else time.monotonic() + within_s
-        while not self.has_ended(max(0.0, min(_LOOK_S, deadline - time.monotonic()))):
-            if giving_up.is_due():
+        while not self.has_ended(max(0.0, min(giving_up.look_s, deadline - time.monotonic()))):
+            if (error := giving_up.reason()) is not None:
                 # What a rank has sent before it ended may be under way.
                 if not self.has_ended(_UNDER_WAY_S):
                     giving_up.end_calls()
-                    self.has_ended(_GIVE_UP_S)
-                    raise GroupAborted("the ranks of this group have changed during a call")
+                    giving_up.has_left_call = not self.has_ended(_GIVE_UP_S)
+                    raise error
             elif time.monotonic() >= deadline:
                 return
 
@@ -112,10 +117,14 @@ class CallTicket:
 
 
 class CallThread:
-    """Started by the first call. `giving_up`: see `CallTicket`."""
+    """Started by the first call. `giving_up`: see `CallTicket`. `runs_here`: calls may run on the
+    thread that makes them, where they are not given up.
+    """
 
-    def __init__(self, name: str, giving_up: GivingUp | None = None) -> None:
-        self._name, self._giving_up = name, giving_up
+    def __init__(
+        self, name: str, giving_up: GivingUp | None = None, *, runs_here: bool = True
+    ) -> None:
+        self._name, self._giving_up, self._runs_here = name, giving_up, runs_here
         self._queue: queue.SimpleQueue[CallTicket | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -124,10 +133,8 @@ class CallThread:
         self._unfinished = 0  # calls that wait for their turn or run; changed with the lock held
 
     def run_here(self, step: Callable[[], object]) -> bool:
-        """Run `step` on this thread, unless another call comes first or this one may have to be
-        given up: then False.
-        """
-        if self._giving_up is not None:
+        """Run `step` on this thread, unless another call comes first or it may not: then False."""
+        if not self._runs_here:
             return False
         with self._lock:
             if self._unfinished or self._closing:
@@ -161,7 +168,8 @@ class CallThread:
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._queue.put(None)
-            thread.join()
+            if self._giving_up is None or not self._giving_up.has_left_call:
+                thread.join()
 
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:

@@ -32,6 +32,7 @@ __all__ = [
     "Lane",
     "LaneMessage",
     "MessageHeader",
+    "check_connection",
     "connect",
     "disconnect",
     "message_capacity",
@@ -179,6 +180,12 @@ class Lane:
         for gloo in (self._upwards, self._downwards):
             disconnect(gloo, self._others[0])
 
+    def check_connections(self) -> None:
+        """Raise if one of them is closed."""
+        for host in self._others:
+            for gloo in (self._upwards, self._downwards):
+                check_connection(gloo, host)
+
     def set_timeout(self, timeout: timedelta) -> None:
         for gloo in (self._upwards, self._downwards):
             gloo._set_default_timeout(timeout)
@@ -212,6 +219,11 @@ def _address_in_use() -> str:
     except OSError:
         return f"Gloo uses the address of this host's name, but {name} has none."
     return f"Gloo uses the address of this host's name here: {name} is {', '.join(addresses)}."
+
+
+def check_connection(gloo: Any, peer: int) -> None:
+    """Raise if it is closed: nothing can be posted on it then."""
+    gloo.recv([torch.empty(1, dtype=torch.uint8)], peer, _NEVER_SENT_TAG)
 
 
 def disconnect(gloo: Any, peer: int) -> None:

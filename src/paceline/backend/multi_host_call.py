@@ -22,11 +22,19 @@ from typing import Any
 
 import torch
 
+from paceline._linux import open_sockets
 from paceline._torch_internals import PrefixStore, Store
-from paceline.backend.call_thread import CallThread
+from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.host_engine import HostEngine, address_of
 from paceline.backend.host_placement import Placement
-from paceline.backend.lane import Lane, LaneMessage, MessageHeader, connect, disconnect
+from paceline.backend.lane import (
+    Lane,
+    LaneMessage,
+    MessageHeader,
+    check_connection,
+    connect,
+    disconnect,
+)
 from paceline.backend.lane_wire import LaneWire
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
@@ -41,10 +49,13 @@ from paceline.errors import (
     PeerLost,
 )
 
-__all__ = ["DIRECT_TAG", "Links", "MultiHostCall", "UnevenParts", "is_timeout"]
+__all__ = ["LOOK_FOR_LOSS_S", "DIRECT_TAG", "Links", "MultiHostCall", "UnevenParts", "is_timeout"]
 
 # Of messages between all ranks that belong to a collective. Programs have the others.
 DIRECT_TAG = 2**31 - 1
+
+# How often those who wait for long look whether a connection was lost.
+LOOK_FOR_LOSS_S = 0.25
 
 _RECORD_BYTES = C.sizeof(CallRecord)
 _MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
@@ -65,18 +76,23 @@ class Links:
         self.exchange_names: dict[int, str] = {}
         self._is_open = True
         self._another_rank = (placement.rank + 1) % placement.size
+        before = open_sockets().keys()
         # Any: torch's stubs of this class have none of its collectives.
         self._all: Any = connect(
             PrefixStore("everyone/", store), placement.rank, placement.size, timeout
         )
         self._workspace = torch.empty(0, dtype=torch.uint8)
-        self._waiting = CallThread("paceline-hosts-wait")
+        giving_up = GivingUp(self.loss, self._end_waits, LOOK_FOR_LOSS_S)
+        self._waiting = CallThread("paceline-hosts-wait", giving_up)
         self._lane: Lane | None = None
         self._wire: LaneWire | None = None
         if placement.has_lane:
             lane_store = PrefixStore(f"lane{placement.local_index}/", store)
             self._lane = Lane(lane_store, placement, timeout)
             self._wire = LaneWire(self._lane, placement.other_hosts)
+        # Those of Gloo, and perhaps some that another thread opened meanwhile.
+        self._sockets = open_sockets().keys() - before
+        self._is_lost = False
 
     @property
     def all_ranks(self) -> Any:
@@ -115,6 +131,37 @@ class Links:
     def run_on_waiting_thread(self, wait: Callable[[], object]) -> None:
         """Wait for Gloo, on behalf of a thread that gets signals."""
         self._waiting.start(wait).wait()
+
+    def loss(self) -> PeerLost | None:
+        """The error of a lost connection, for those who wait. Gloo ends waits for messages to come,
+        but neither for one that has arrived in part nor for those it sends.
+        """
+        closed = self._sockets - open_sockets().keys()
+        if closed and not self._is_lost:
+            self._sockets -= closed
+            self._is_lost = self._is_open and not self._are_all_connected()
+        if not self._is_lost:
+            return None
+        return PeerLost(
+            f"rank {self.placement.rank}: the connection to a rank on another host was lost in the "
+            "middle of a message. See that rank's output for the cause"
+        )
+
+    def _are_all_connected(self) -> bool:
+        all_ranks, lane = self._all, self._lane
+        others = (self.placement.members[host] for host in self.placement.other_hosts)
+        try:
+            for rank in (rank for members in others for rank in members):
+                check_connection(all_ranks, rank)
+            if lane is not None:
+                lane.check_connections()
+        except RuntimeError:
+            return False
+        return True
+
+    def _end_waits(self) -> None:
+        self.local.abort()
+        self.disconnect()
 
     def _check_open(self) -> None:
         if not self._is_open:

@@ -44,10 +44,22 @@ from paceline.backend.hierarchical_reduce import (
 from paceline.backend.hierarchical_reduce_scatter import PartReduction
 from paceline.backend.host_engine import DTYPE_CODES, core_dtype, dtype_label
 from paceline.backend.link_speed import LinkSpeed, measure_link
-from paceline.backend.multi_host_call import DIRECT_TAG, Links, MultiHostCall, is_timeout
+from paceline.backend.multi_host_call import (
+    DIRECT_TAG,
+    LOOK_FOR_LOSS_S,
+    Links,
+    MultiHostCall,
+    is_timeout,
+)
 from paceline.core.abi import ANY_SOURCE, CallRecord, Kind
 from paceline.core.dtypes import BYTES
-from paceline.errors import CollectiveTimeout, ConfigError, PacelineError, PeerLost
+from paceline.errors import (
+    CollectiveTimeout,
+    ConfigError,
+    GroupAborted,
+    PacelineError,
+    PeerLost,
+)
 
 __all__ = ["MultiHostEngine"]
 
@@ -77,8 +89,11 @@ class MultiHostEngine:
         self._sequence = 0  # of the call that ran last
         self._link_speed: LinkSpeed | None = None  # measured by the first call that needs it
         self._signals = PrefixStore("signals/", store)
-        giving_up = None if is_broken is None else GivingUp(is_broken, self.abort)
-        self._calls = CallThread("paceline-hosts", giving_up)
+        self._is_broken = is_broken
+        giving_up = GivingUp(self._why_give_up, self.abort)
+        if is_broken is None:
+            giving_up.look_s = LOOK_FOR_LOSS_S
+        self._calls = CallThread("paceline-hosts", giving_up, runs_here=is_broken is None)
 
     # --- collectives ------------------------------------------------------------------------------
     def allreduce(
@@ -319,6 +334,11 @@ class MultiHostEngine:
         self._calls.close()
         self._links.local.close()
         self._links.close()
+
+    def _why_give_up(self) -> Exception | None:
+        if self._is_broken is not None and self._is_broken():
+            return GroupAborted("the ranks of this group have changed during a call")
+        return self._links.loss()
 
     # --- steps ------------------------------------------------------------------------------------
     def _reduce(
