@@ -129,7 +129,7 @@ static void close_queue(queue *q) {
     pthread_mutex_destroy(&q->lock);
 }
 
-/* --- a call ------------------------------------------------------------------------------------ */
+/* --- a call ----------------------------------------------------------------------------------- */
 typedef struct {
     uint32_t dtype, in_pieces, rounds, depth;
     int32_t root; /* -1: all ranks get the result */
@@ -156,7 +156,8 @@ static float number(const plan *p, uint32_t rank, uint64_t i) {
     return (float)(1 + below(&state, 3));
 }
 
-static void cut(uint64_t start, uint64_t count, uint32_t parts, uint64_t *starts, uint64_t *counts) {
+static void cut(uint64_t start, uint64_t count, uint32_t parts, uint64_t *starts,
+                uint64_t *counts) {
     uint64_t length = (count + parts - 1) / parts;
     for (uint32_t part = 0; part < parts; part++) {
         uint64_t from = MIN(part * length, count);
@@ -250,7 +251,7 @@ static void check_result(const rank_thread *self, network *net, const plan *p,
     }
 }
 
-/* --- worlds that run side by side -------------------------------------------------------------- */
+/* --- worlds that run side by side ------------------------------------------------------------- */
 typedef struct {
     world *of;
     rank_fn run;
@@ -305,7 +306,7 @@ static void sum_on_host(rank_thread *self) {
               (unsigned long)i, numbers[i]);
 }
 
-/* --- scenarios --------------------------------------------------------------------------------- */
+/* --- scenarios -------------------------------------------------------------------------------- */
 static void reduce_at_random(rank_thread *self) {
     network *net = self->in->shared;
     for (int round = 0; round < ROUNDS; round++) {
