@@ -17,6 +17,7 @@ static bool request_is_valid(const plc_comm *comm, const plc_request *q) {
     bool reduces = q->kind == PLC_ALLREDUCE || q->kind == PLC_REDUCE ||
                    q->kind == PLC_REDUCE_SCATTER;
     if (reduces && !can_reduce(q->dtype, q->op)) return false;
+    if (q->kind >= PLC_HOSTS_BEGIN && q->input == NULL) return false;
     bool rooted = q->kind == PLC_REDUCE || q->kind == PLC_BROADCAST || q->kind == PLC_GATHER ||
                   q->kind == PLC_SCATTER;
     return !rooted || (q->root >= 0 && (uint32_t)q->root < comm->ranks);

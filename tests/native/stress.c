@@ -116,7 +116,7 @@ static void prepare(rank_thread *self, exercise *e) {
     uint64_t *state = &self->seed;
     *e = (exercise){.seed = next_random(state)};
     plc_request *q = &e->request;
-    q->kind = (uint32_t)below(state, PLC_KINDS);
+    q->kind = (uint32_t)below(state, PLC_HOSTS_BEGIN); /* those of several hosts: hosts.c */
     q->dtype = dtypes[below(state, COUNT(dtypes))];
     q->op = ops[below(state, COUNT(ops))];
     bool real = q->dtype == PLC_F32 || q->dtype == PLC_F64 || q->dtype == PLC_BF16;
