@@ -14,7 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from decimal import Decimal
 
 from paceline.errors import ConfigError, PacelineError
@@ -65,15 +65,27 @@ def _address(index: int) -> str:
 
 
 class SimulatedHosts(list[int]):
-    """A pid for each host, to `enter` it by."""
+    """A pid for each host, to `enter` it by. `bridge`: the pid that holds the one between them;
+    None if they are connected otherwise.
+    """
+
+    def __init__(self, hosts: Iterable[int], bridge: int | None) -> None:
+        super().__init__(hosts)
+        self._bridge = bridge
 
     def cut(self, index: int) -> None:
         """Drop all packets from and to a host, from now on. Nobody is told."""
+        if self._bridge is not None:
+            _inside(self._bridge, "ip", "link", "set", f"port{index}", "nomaster")
+            return
         for other in self._others(index):
             self.cut_between(index, other)
 
     def mend(self, index: int) -> None:
         """Undo `cut`."""
+        if self._bridge is not None:
+            _inside(self._bridge, "ip", "link", "set", f"port{index}", "master", "bridge")
+            return
         for other in self._others(index):
             self.mend_between(index, other)
 
@@ -115,7 +127,7 @@ def simulated_hosts(
             _bridge(switch, ports)
         else:
             stack.enter_context(_delayed_switch(switch, ports, held_ns))
-        yield SimulatedHosts(hosts)
+        yield SimulatedHosts(hosts, switch if held_ns is None else None)
 
 
 def _plug_in(host: int, address: str, switch: int, port: str) -> None:
