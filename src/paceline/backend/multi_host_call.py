@@ -149,6 +149,8 @@ class Links:
 
     def _are_all_connected(self) -> bool:
         all_ranks, lane = self._all, self._lane
+        if all_ranks is None:  # closed by another thread, which ends the waits
+            return True
         others = (self.placement.members[host] for host in self.placement.other_hosts)
         try:
             for rank in (rank for members in others for rank in members):
