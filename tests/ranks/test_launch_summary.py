@@ -62,7 +62,7 @@ def test_a_training_ends_with_a_card(tmp_path):
         ["speed", "time", "waiting", "timeline"],
         ["speed", "time", "waiting", "optimizer", "timeline"],
     )
-    assert re.fullmatch(r"\d+\.\d s, \d+\.\d\d ms a step, \d+ samples per second", rows["speed"])
+    assert re.fullmatch(r"\d+\.\d s, \d+\.\d\d ms a step, [\d,]+ samples per second", rows["speed"])
     # Who is late, and how much, is up to the machine as well.
     assert re.match(r"\d+% of the ranks' time; (?:rank [01] is slower|no rank is)", rows["waiting"])
     assert rows["timeline"] == str(trace / "timeline.html")
