@@ -1,7 +1,7 @@
 """Compares the scaling model with runs between simulated hosts (needs root and iproute2):
 
     python tools/check_scaling_model.py                      # all of them
-    python tools/check_scaling_model.py --hosts 2x2 --links 1gbit
+    python tools/check_scaling_model.py --hosts 2x2 --links 1gbit --delays 2ms
 
 In each run the ranks measure their network as `paceline doctor --hosts` does, and the parts of a
 step without exchange. From these alone the model says what all-reduces and steps take; then they
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
 import pathlib
 import statistics
@@ -37,6 +38,7 @@ from paceline.diagnostics.scaling_model import (
 
 _HOSTS = ("2x2", "3x1", "4x1")
 _LINKS = ("200mbit", "500mbit", "1gbit")
+_DELAYS = ("0", "2ms")
 _SIZES = (2 << 20, 8 << 20)
 _WIDTH, _LAYERS, _BATCH = 1024, 4, 64
 _REPEATS = 7
@@ -62,14 +64,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compare the scaling model with measured runs.")
     parser.add_argument("--hosts", nargs="+", default=_HOSTS, metavar="HxR")
     parser.add_argument("--links", nargs="+", default=_LINKS, metavar="RATE")
+    parser.add_argument("--delays", nargs="+", default=_DELAYS, metavar="TIME", help="0: none")
     parser.add_argument("--json", type=pathlib.Path, metavar="FILE", help="write all figures")
     options = parser.parse_args()
     report: list[dict[str, Any]] = []
-    for hosts in options.hosts:
-        for link in options.links:
-            network, rows = _compare(*hosts_and_ranks(hosts), link)
-            _print(hosts, link, network, rows)
-            report += [_entry(hosts, link, row) for row in rows]
+    for hosts, link, delay in itertools.product(options.hosts, options.links, options.delays):
+        network, rows = _compare(*hosts_and_ranks(hosts), link, None if delay == "0" else delay)
+        _print(f"{hosts} hosts x ranks, {link}, delay {delay}", network, rows)
+        report += [{"hosts": hosts, "link": link, "delay": delay} | _figures(row) for row in rows]
     if options.json:
         options.json.write_text(json.dumps(report, indent=1))
     off = [entry for entry in report if abs(entry["ratio"] - 1) > _TOLERANCE]
@@ -78,16 +80,15 @@ def main() -> int:
     return 1 if off else 0
 
 
-def _entry(hosts: str, link: str, row: _Row) -> dict[str, Any]:
-    figures = dataclasses.asdict(row) | {"algorithm": str(row.algorithm), "ratio": row.ratio}
-    return {"hosts": hosts, "link": link, **figures}
+def _figures(row: _Row) -> dict[str, Any]:
+    return dataclasses.asdict(row) | {"algorithm": str(row.algorithm), "ratio": row.ratio}
 
 
-def _compare(hosts: int, per_host: int, link: str) -> tuple[Network, list[_Row]]:
+def _compare(hosts: int, per_host: int, link: str, delay: str | None) -> tuple[Network, list[_Row]]:
     from torch.multiprocessing.spawn import start_processes
 
     world = hosts * per_host
-    with tempfile.TemporaryDirectory() as directory, simulated_hosts(hosts, link) as pids:
+    with tempfile.TemporaryDirectory() as directory, simulated_hosts(hosts, link, delay) as pids:
         result = pathlib.Path(directory, "result.json")
         start_processes(
             _run_rank, args=(world, pids, directory, result), nprocs=world, start_method="spawn"
@@ -111,9 +112,9 @@ def _compare(hosts: int, per_host: int, link: str) -> tuple[Network, list[_Row]]
     return cluster.network, rows
 
 
-def _print(hosts: str, link: str, network: Network, rows: list[_Row]) -> None:
+def _print(where: str, network: Network, rows: list[_Row]) -> None:
     between = network.between
-    title = f"{hosts} hosts x ranks, {link}: found {between.latency_s * 1e6:.0f} us, "
+    title = f"{where}: found {between.latency_s * 1e6:.0f} us, "
     title += f"{between.bytes_per_s / 1e6:.1f} MB/s; message {network.message_s * 1e6:.0f} us; "
     title += f"{network.core_share:.0%} of cores; "
     title += f"rounds a MB in {network.rounding_s_per_byte * 1e12:.0f} us; "

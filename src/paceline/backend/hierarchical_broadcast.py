@@ -3,8 +3,8 @@
 What fits into one message goes with the header that shows what call a host makes: from the root to
 the ranks of its host, from the first of these to the first of each other host, and from there to
 the others. What does not, between two hosts, goes straight from the root's tensor to that of the
-other host's first rank once all are known to make this call, in chunks that this one hands on
-while the next is on its way. Between more hosts all of them send pieces to each other
+other host's first rank, in chunks that this one hands on while the next is on its way, once all are
+known to make this call. Between more hosts all of them send pieces to each other
 (`hierarchical_move`).
 """
 
@@ -49,7 +49,6 @@ def broadcast(call: MultiHostCall, tensor: torch.Tensor, root: int) -> None:
     if broadcast_is_brief(placement, tensor.nbytes):
         _broadcast_message(call, tensor, root)
     elif placement.hosts == 2:
-        call.agree()
         _broadcast_straight(call, as_bytes(tensor), root)
     else:
         broadcast_in_pieces(call, as_bytes(tensor), root)
@@ -90,26 +89,32 @@ def _receive_message(call: MultiHostCall, tensor: torch.Tensor, root: int) -> No
 
 # --- straight, between two hosts ------------------------------------------------------------------
 def _broadcast_straight(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    if call.placement.host == call.placement.host_of[root]:
-        _send_chunks(call, data, root)
-    else:
-        _receive_chunks(call, data, root)
+    with StraightTransfer(call) as transfer:
+        if call.placement.host == call.placement.host_of[root]:
+            _send_chunks(call, transfer, data, root)
+        else:
+            _receive_chunks(call, transfer, data, root)
 
 
-def _send_chunks(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    placement, transfer = call.placement, StraightTransfer(call)
+def _send_chunks(
+    call: MultiHostCall, transfer: StraightTransfer, data: torch.Tensor, root: int
+) -> None:
+    placement = call.placement
     if placement.rank == root:
         transfer.send(data.split(_CHUNK_BYTES), placement.members[placement.other_hosts[0]][0])
+    call.agree()
     if len(placement.local) > 1:
         call.run_local(_on_host(data.data_ptr(), len(data), placement.local.index(root)))
     transfer.finish()
 
 
-def _receive_chunks(call: MultiHostCall, data: torch.Tensor, root: int) -> None:
-    is_first = call.placement.local_index == 0
-    chunks, transfer = data.split(_CHUNK_BYTES), StraightTransfer(call)
+def _receive_chunks(
+    call: MultiHostCall, transfer: StraightTransfer, data: torch.Tensor, root: int
+) -> None:
+    is_first, chunks = call.placement.local_index == 0, data.split(_CHUNK_BYTES)
     if is_first:
         transfer.receive(chunks, root)
+    call.agree()
     for chunk in chunks:
         if is_first:
             transfer.await_next(root)

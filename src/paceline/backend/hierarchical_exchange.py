@@ -10,18 +10,22 @@ lane of each host's first rank:
     2. send        between hosts: the length, and the parts behind it if a message has room
     3. deliver     inside each host: its ranks get what came for them
 
-If all hosts have found the same length, that was all, but for parts that were too long: these are
-now known to fit, and go straight from tensor to tensor (`_StraightExchange`), over Gloo between
-hosts and in shared memory inside one, in the place of step 3. Otherwise each rank has a row, how
-many bytes it sends to each rank and expects from each. Rows are gathered, so that all ranks reach
-the same conclusion if they do not fit, and everything goes straight.
+If all hosts have found the same length, that was all.
+
+Long parts go straight from tensor to tensor (`_StraightExchange`), over Gloo between hosts and in
+shared memory inside one, in the place of step 3. They are on their way while the calls of all ranks
+are compared, and so do not wait for that.
+
+If lengths differ, each rank has a row: how many bytes it sends to each rank and expects from each.
+Rows are gathered, so that all ranks reach the same conclusion if they do not fit, and everything
+goes straight.
 """
 
 from __future__ import annotations
 
 import abc
 import ctypes as C
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -37,6 +41,8 @@ from paceline.errors import MismatchError
 
 __all__ = ["all_to_all", "exchange_is_brief", "gather", "scatter"]
 
+# What a message has of parts at most. Longer ones are sooner there when each rank sends its own.
+_MESSAGE_BYTES = 512 << 10
 # In the place of the length of all parts.
 _UNEVEN = -1
 
@@ -46,11 +52,9 @@ def gather(
 ) -> None:
     """Give rank `root` the tensors of all ranks. Only that one has outputs."""
 
-    def straight() -> _StraightExchange:
-        nothing = tensor.new_empty(0)
-        sent = [tensor if rank == root else nothing for rank in range(call.placement.size)]
-        return _StraightExchange(call, outputs or [nothing] * call.placement.size, sent)
-
+    nothing = tensor.new_empty(0)
+    sent = [tensor if rank == root else nothing for rank in range(call.placement.size)]
+    straight = _StraightExchange(call, outputs or [nothing] * call.placement.size, sent)
     _Gather(call, outputs, tensor, root).run_or_else(straight)
 
 
@@ -59,11 +63,9 @@ def scatter(
 ) -> None:
     """Give every rank its input of rank `root`, which alone has inputs."""
 
-    def straight() -> _StraightExchange:
-        nothing = output.new_empty(0)
-        received = [output if rank == root else nothing for rank in range(call.placement.size)]
-        return _StraightExchange(call, received, inputs or [nothing] * call.placement.size)
-
+    nothing = output.new_empty(0)
+    received = [output if rank == root else nothing for rank in range(call.placement.size)]
+    straight = _StraightExchange(call, received, inputs or [nothing] * call.placement.size)
     _Scatter(call, output, inputs, root).run_or_else(straight)
 
 
@@ -71,8 +73,8 @@ def all_to_all(
     call: MultiHostCall, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> None:
     """Give every rank r `inputs[r]`, and get `outputs[r]` from it."""
-    exchange = _AllToAll(call, outputs, inputs)
-    exchange.run_or_else(lambda: _StraightExchange(call, outputs, inputs))
+    straight = _StraightExchange(call, outputs, inputs)
+    _AllToAll(call, outputs, inputs).run_or_else(straight)
 
 
 def exchange_is_brief(placement: Placement) -> bool:
@@ -99,26 +101,33 @@ class _EvenExchange(abc.ABC):
         self._placement = call.placement
         self._length = length or 0
         self._is_even = length is not None
-        room = message_capacity(call.placement.hosts)
+        room = min(message_capacity(call.placement.hosts), _MESSAGE_BYTES)
         self._is_carried = self._is_even and carried * self._length <= room
         call.header.length = self._length
 
-    def run_or_else(self, straight: Callable[[], _StraightExchange]) -> None:
+    def run_or_else(self, straight: _StraightExchange) -> None:
         """Deliver everything, or let another exchange do it."""
-        self._compare()
-        try:
-            if self._call.speaks:
-                self._speak(straight)
-            else:
-                self._finish({}, straight)
-        except UnevenParts:
-            self._is_even = False
-        if not self._is_even:
-            exchange = straight()
-            exchange.compare_rows()
-            exchange.run()
+        with straight.transfer:
+            if self._goes_straight():
+                straight.post_receives()
+            self._compare()
+            try:
+                if self._call.speaks:
+                    self._speak(straight)
+                else:
+                    if self._goes_straight():
+                        straight.post_sends()
+                    self._finish({}, straight)
+            except UnevenParts:
+                self._is_even = False
+            if not self._is_even:
+                straight.compare_rows()
+                straight.run()
 
-    def _speak(self, straight: Callable[[], _StraightExchange]) -> None:
+    def _goes_straight(self) -> bool:
+        return self._is_even and not self._is_carried
+
+    def _speak(self, straight: _StraightExchange) -> None:
         """Steps 2 and 3 of the first rank of a host."""
         call = self._call
         if not self._is_even:
@@ -126,7 +135,10 @@ class _EvenExchange(abc.ABC):
         if self._is_even and self._is_carried:
             self._send()
         else:
+            # Before the parts, which would hold it up.
             call.send_header()
+        if self._goes_straight():
+            straight.post_sends()
         messages = dict(zip(self._placement.other_hosts, call.receive_first(), strict=True))
         try:
             lengths = {message.header.length for message in messages.values()}
@@ -138,16 +150,14 @@ class _EvenExchange(abc.ABC):
         finally:
             call.received()
 
-    def _finish(
-        self, messages: dict[int, LaneMessage], straight: Callable[[], _StraightExchange]
-    ) -> None:
+    def _finish(self, messages: dict[int, LaneMessage], straight: _StraightExchange) -> None:
         """Step 3, in which the others learn that all ranks make this call."""
         if not self._is_even:
             self._call.confirm()
         elif self._is_carried:
             self._deliver(messages)
         else:
-            straight().run()
+            straight.run()
 
     def _compare(self) -> None:
         """Step 1. `is_even` is whether all parts that ranks of this host have are."""
@@ -480,6 +490,31 @@ class _StraightExchange:
         self._call = call
         self._placement = call.placement
         self._outputs, self._inputs = outputs, inputs
+        self.transfer = StraightTransfer(call)
+        # What has begun.
+        self._receives, self._sends = False, False
+
+    def post_receives(self) -> None:
+        """Start to receive from ranks of other hosts."""
+        if not self._receives:
+            self._receives = True
+            for rank in self._elsewhere():
+                if (part := self._outputs[rank]).nbytes:
+                    self.transfer.receive([part], rank)
+
+    def post_sends(self) -> None:
+        """Start to send to them."""
+        if not self._sends:
+            self._sends = True
+            for rank in self._elsewhere():
+                if (part := self._inputs[rank]).nbytes:
+                    self.transfer.send([part], rank)
+
+    def _elsewhere(self) -> list[int]:
+        """Each rank begins with another one, so that nobody has all messages at once."""
+        placement = self._placement
+        ranks = [(placement.rank + step) % placement.size for step in range(1, placement.size)]
+        return [rank for rank in ranks if placement.host_of[rank] != placement.host]
 
     def compare_rows(self) -> None:
         """Make sure that what each rank sends is what the others expect."""
@@ -494,25 +529,10 @@ class _StraightExchange:
         """Sizes are known to fit. That all ranks make this call the first of a host knows; the
         others learn it in the step in shared memory.
         """
-        transfer = StraightTransfer(self._call)
-        if self._call.speaks:
-            self._post(transfer)
+        self.post_receives()
+        self.post_sends()
         self._exchange_on_host()
-        if not self._call.speaks:
-            self._post(transfer)
-        transfer.finish()
-
-    def _post(self, transfer: StraightTransfer) -> None:
-        """Start to receive from and to send to ranks of other hosts."""
-        placement = self._placement
-        # Each rank begins with another one, so that nobody has all messages at once.
-        ranks = [(placement.rank + step) % placement.size for step in range(1, placement.size)]
-        elsewhere = [rank for rank in ranks if placement.host_of[rank] != placement.host]
-        for rank in elsewhere:
-            if (part := self._outputs[rank]).nbytes:
-                transfer.receive([part], rank)
-            if (part := self._inputs[rank]).nbytes:
-                transfer.send([part], rank)
+        self.transfer.finish()
 
     def _exchange_on_host(self) -> None:
         placement = self._placement

@@ -28,6 +28,7 @@ from paceline.core.abi import CallRecord
 from paceline.errors import GroupError
 
 __all__ = [
+    "FIRST_RESERVED_TAG",
     "HEADER_BYTES",
     "Lane",
     "LaneMessage",
@@ -36,11 +37,14 @@ __all__ = [
     "connect",
     "disconnect",
     "message_capacity",
+    "reserved_tag",
 ]
 
 HEADER_BYTES = 64
+# In groups in which programs have tags, too, theirs are below this.
+FIRST_RESERVED_TAG = 2**30
+_NEVER_SENT_TAG = 2**31 - 1
 _TAG = 1
-_NEVER_SENT_TAG = 2
 # Receives that are posted ahead for each host, so many at a time. Each is made known to the sender,
 # whose Gloo then polls without a pause until the message that is just being written has left: fewer
 # occasions mean less of that. Half of what is posted is more than a call has on its way.
@@ -189,6 +193,11 @@ class Lane:
     def set_timeout(self, timeout: timedelta) -> None:
         for gloo in (self._upwards, self._downwards):
             gloo._set_default_timeout(timeout)
+
+
+def reserved_tag(number: int) -> int:
+    """A tag for each of about a billion numbers."""
+    return FIRST_RESERVED_TAG + number % (_NEVER_SENT_TAG - FIRST_RESERVED_TAG)
 
 
 # Any: torch's stubs of this class have none of its calls.

@@ -16,14 +16,15 @@ from __future__ import annotations
 import contextlib
 import ctypes as C
 import time
-from collections.abc import Callable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from paceline._linux import open_sockets
-from paceline._torch_internals import PrefixStore, Store
+from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.host_engine import HostEngine, address_of
 from paceline.backend.host_placement import Placement
@@ -34,6 +35,7 @@ from paceline.backend.lane import (
     check_connection,
     connect,
     disconnect,
+    reserved_tag,
 )
 from paceline.backend.lane_wire import LaneWire
 from paceline.core import Communicator
@@ -49,10 +51,7 @@ from paceline.errors import (
     PeerLost,
 )
 
-__all__ = ["LOOK_FOR_LOSS_S", "DIRECT_TAG", "Links", "MultiHostCall", "UnevenParts", "is_timeout"]
-
-# Of messages between all ranks that belong to a collective. Programs have the others.
-DIRECT_TAG = 2**31 - 1
+__all__ = ["LOOK_FOR_LOSS_S", "Links", "MultiHostCall", "UnevenParts", "is_timeout"]
 
 # How often those who wait for long look whether a connection was lost.
 LOOK_FOR_LOSS_S = 0.25
@@ -93,6 +92,7 @@ class Links:
         # Those of Gloo, and perhaps some that another thread opened meanwhile.
         self._sockets = open_sockets().keys() - before
         self._is_lost = False
+        self._left_behind: list[Work] = []
 
     @property
     def all_ranks(self) -> Any:
@@ -131,6 +131,12 @@ class Links:
     def run_on_waiting_thread(self, wait: Callable[[], object]) -> None:
         """Wait for Gloo, on behalf of a thread that gets signals."""
         self._waiting.start(wait).wait()
+
+    def leave_behind(self, works: Iterable[Work]) -> None:
+        """Keep what a call has begun to send and receive that failed on all ranks. Where the other
+        side has begun it, too, it is finished: Gloo cannot take back what is under way.
+        """
+        self._left_behind += works
 
     def loss(self) -> PeerLost | None:
         """The error of a lost connection, for those who wait. Gloo ends waits for messages to come,
@@ -196,6 +202,7 @@ class Links:
             self._lane.flush()
         self._is_open = False
         self._all = self._lane = self._wire = None
+        self._left_behind.clear()
 
 
 class UnevenParts(Exception):
@@ -242,6 +249,12 @@ class MultiHostCall:
         """Memory until the end of the call."""
         memory = self.links.workspace(shape[0] * shape[1] * dtype.itemsize)
         return memory.view(dtype).view(shape)
+
+    def straight_tag(self, nbytes: int) -> int:
+        """Of so many bytes that go straight from rank to rank: the same for those who make the same
+        call, and no other's.
+        """
+        return reserved_tag(zlib.crc32(bytes(self.record) + nbytes.to_bytes(8, "little")))
 
     # --- time -------------------------------------------------------------------------------------
     def left_ns(self) -> int:

@@ -43,9 +43,9 @@ from paceline.backend.hierarchical_reduce import (
 )
 from paceline.backend.hierarchical_reduce_scatter import PartReduction
 from paceline.backend.host_engine import DTYPE_CODES, core_dtype, dtype_label
+from paceline.backend.lane import FIRST_RESERVED_TAG
 from paceline.backend.link_speed import LinkSpeed, measure_link
 from paceline.backend.multi_host_call import (
-    DIRECT_TAG,
     LOOK_FOR_LOSS_S,
     Links,
     MultiHostCall,
@@ -294,10 +294,10 @@ class MultiHostEngine:
 
     def _slot(self, tag: int) -> int:
         """Gloo's number for a tag."""
-        if abs(tag) == DIRECT_TAG:
+        if abs(tag) >= FIRST_RESERVED_TAG:
             raise ConfigError(
-                f"rank {self.rank}: tag {tag} belongs to the collectives between hosts; give "
-                "another one"
+                f"rank {self.rank}: tag {tag} belongs to the collectives between hosts; give one "
+                f"below {FIRST_RESERVED_TAG} (2**30)"
             )
         return abs(tag)
 
