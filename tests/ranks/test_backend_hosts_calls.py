@@ -86,11 +86,13 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
 
         # The last that messages carry, and the first that go straight: 2x2 has two parts in a
         # message of a scatter and four in one of an all-to-all, each of four bytes a unit.
-        for unit in (0, 1, 700, 65_536, 65_537, 131_072, 131_073, 300_000):
+        for unit in (0, 1, 700, 32_768, 32_769, 65_536, 65_537, 300_000):
             for lengths in (
                 [[unit] * world] * world,
                 [[unit * (s + g) for g in range(world)] for s in range(world)],
                 [[0 if s else unit for _ in range(world)] for s in range(world)],
+                # Rank 0 sees parts of one length, sends them, and learns that others do not.
+                [[unit + (min(s, g) > 0) for g in range(world)] for s in range(world)],
             ):
                 inputs = [part(rank, goal, lengths[rank][goal]) for goal in range(world)]
                 outputs = [torch.zeros(lengths[source][rank]) for source in range(world)]
@@ -106,6 +108,7 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
                 inputs = [part(root, goal, unit) for goal in range(world)] if rank == root else None
                 dist.scatter(output, inputs, root)
                 assert torch.equal(output, part(root, rank, unit))
+        assert dist.group.WORLD.engine._links._left_behind == []  # everything begun was finished
         for count in (3, 200_000):
             wanted = [torch.zeros(count + (rank == 1 and r == 0)) for r in range(world)]
             expected = f"rank 0 sends {4 * count} bytes to rank 1, which expects {4 * count + 4}"
@@ -115,6 +118,39 @@ def test_exchanges_of_any_length_reach_their_ranks(placement):
         dist.destroy_process_group()
 
     run_ranks(len(host_of), check, timeout=120)
+
+
+def test_messages_of_programs_are_not_taken_for_others():
+    """Whatever their tags: some belong to what the group sends itself."""
+
+    def check(rank, world):
+        import torch
+        import torch.distributed as dist
+
+        from paceline import ConfigError
+
+        join(rank, [0, 1])
+        other = 1 - rank
+        for tag in (2**30, 2**31 - 1):
+            with pytest.raises(
+                ConfigError, match=r"tag \d+ belongs to .*give one below 1073741824"
+            ):
+                dist.send(torch.ones(1), other, tag=tag)
+        # As after a socket of somebody else's was closed.
+        assert dist.group.WORLD.engine._links._are_all_connected()
+        parts = [torch.full((200_000,), float(rank)) for _ in range(world)]
+        received = [torch.zeros(200_000) for _ in range(world)]
+        for tag in (0, 1, 2, 2**30 - 1):
+            work = dist.isend(torch.full((3,), float(tag)), other, tag=tag)
+            dist.all_to_all(received, parts)
+            message = torch.zeros(3)
+            dist.recv(message, other, tag=tag)
+            work.wait()
+            assert torch.equal(message, torch.full((3,), float(tag)))
+            assert torch.equal(received[other], torch.full((200_000,), float(other)))
+        dist.destroy_process_group()
+
+    run_ranks(2, check, timeout=60)
 
 
 @pytest.mark.parametrize("placement", [*PLACEMENTS, *EVEN_PLACEMENTS])

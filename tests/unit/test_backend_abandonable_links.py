@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import datetime
+import subprocess
+import sys
+import textwrap
 import types
 
 import pytest
@@ -27,6 +30,34 @@ def test_what_the_store_knows_of_a_group_is_raised_as_it_is():
     store = abandonable_links._MeetingStore(dist.HashStore(), is_obsolete)
     with pytest.raises(GroupAborted, match="have changed"):
         connect(store, 0, 2, LIMIT)
+
+
+def test_a_process_may_end_as_soon_as_its_group_is_obsolete():
+    """Nobody is left in the store, whom the interpreter would abort the process for."""
+    script = """
+        import datetime, time, types
+        import torch.distributed as dist
+        from paceline.backend.abandonable_links import connect_unless_obsolete
+        from paceline.backend.host_placement import Placement
+        from paceline.errors import GroupAborted
+
+        end = time.monotonic() + 0.2
+        communicator = types.SimpleNamespace(rank=0, size=1)
+        try:
+            connect_unless_obsolete(
+                dist.HashStore(),
+                Placement.of(0, [0, 1]),
+                communicator,
+                datetime.timedelta(seconds=30),
+                lambda: time.monotonic() > end,
+            )
+        except GroupAborted:
+            print("obsolete")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script)]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(6)]
+    ended = [(process.communicate(timeout=60)[0], process.returncode) for process in processes]
+    assert ended == [("obsolete\n", 0)] * 6
 
 
 @pytest.mark.parametrize(

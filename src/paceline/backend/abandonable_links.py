@@ -27,6 +27,9 @@ from paceline.errors import GroupAborted, PeerLost
 __all__ = ["connect_unless_obsolete"]
 
 _LOOK_S = 0.005
+# The thread leaves the store at its next look. One that were in there, in Python, when this process
+# ends would abort it. From Gloo's own waits it does not return so soon.
+_LEAVE_S = 0.2
 # All ranks listen when the first of them connects, so that an answer takes no longer than a packet.
 _ANSWER_LIMIT = timedelta(seconds=20)
 # Longer than a rank may be stopped, whose side of a connection may then take nothing.
@@ -82,6 +85,7 @@ def connect_unless_obsolete(
     threading.Thread(target=ticket.run, name="paceline-connect", daemon=True).start()
     while not ticket.has_ended(_LOOK_S):
         if is_obsolete():
+            ticket.has_ended(_LEAVE_S)
             raise GroupAborted("the ranks of this group have changed before it was complete")
     try:
         ticket.wait()
