@@ -4,9 +4,13 @@ different host identities: what is between them is Gloo over the loopback device
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.harness import init_group, run_ranks
+from tests.harness.launched import write_script
 from tests.harness.single_tensor_calls import all_gather_single
 
 PLACEMENTS = {"2x2": [0, 0, 1, 1], "uneven": [0, 0, 1], "3 hosts": [0, 1, 1, 2]}
@@ -367,6 +371,44 @@ def test_ctrl_c_ends_a_wait_for_another_host():
         assert time.monotonic() - start < 10
 
     run_ranks(3, check, timeout=60)
+
+
+def test_a_rank_that_fails_in_the_middle_of_a_call_ends_with_its_own_error(tmp_path):
+    """And is not aborted by the interpreter, if the other rank ends at the same time."""
+    script = write_script(
+        tmp_path,
+        """
+        import os, sys, time
+        import torch
+        import torch.distributed as dist
+        import paceline
+        from paceline.backend import create
+
+        rank, meeting, length = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+        create.host_identity = lambda: f"host{rank}"
+        dist.init_process_group(
+            "paceline", init_method=f"file://{meeting}", rank=rank, world_size=2
+        )
+        dist.barrier()
+        if rank == 0:
+            work = dist.all_reduce(torch.ones(length), async_op=True)
+            time.sleep(0.2)
+            raise ValueError("failed by itself")
+        time.sleep(0.2)
+        os._exit(3)
+        """,
+    )
+    for attempt, length in enumerate((10, 10, 1_000_000, 1_000_000)):
+        command = [sys.executable, script]
+        arguments = [str(tmp_path / f"meeting{attempt}"), str(length)]
+        first, second = [
+            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE, text=True)
+            for rank in range(2)
+        ]
+        printed = first.communicate(timeout=60)[1]
+        assert (first.returncode, second.wait(60)) == (1, 3), printed
+        assert "ValueError: failed by itself" in printed
+        second.communicate()
 
 
 def test_abort_ends_the_waits_of_all_hosts():

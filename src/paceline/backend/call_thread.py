@@ -8,11 +8,14 @@ thread that makes them, if it is their turn.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import math
+import os
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 
 from paceline.core.abi import ANY_SOURCE
@@ -129,6 +132,7 @@ class CallThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
+        self._pid = 0  # of the process that has the thread
         self._turn = threading.Lock()  # held while a call runs
         self._unfinished = 0  # calls that wait for their turn or run; changed with the lock held
 
@@ -158,6 +162,8 @@ class CallThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
+                self._pid = os.getpid()
+                _started.add(self)
             self._unfinished += 1
             self._queue.put(ticket)
         return ticket
@@ -171,6 +177,16 @@ class CallThread:
             if self._giving_up is None or not self._giving_up.has_left_call:
                 thread.join()
 
+    def end_at_exit(self) -> None:
+        """End the call that is running, if one is, because the process ends."""
+        thread, giving_up = self._thread, self._giving_up
+        is_running = self._unfinished > 0 and self._pid == os.getpid()
+        if thread is not None and giving_up is not None and is_running:
+            self._closing = True
+            giving_up.end_calls()
+            self._queue.put(None)
+            thread.join(_GIVE_UP_S)
+
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:
             with self._turn:
@@ -180,3 +196,15 @@ class CallThread:
                     ticket.run()
             self._finish()
             del ticket  # a thread that waits for the next call keeps nothing of the last
+
+
+_started: weakref.WeakSet[CallThread] = weakref.WeakSet()
+
+
+@atexit.register
+def _end_calls() -> None:
+    """A thread that comes back from Gloo, to an interpreter that is ending, aborts the process: a
+    rank that failed would seem to have crashed.
+    """
+    for thread in list(_started):
+        thread.end_at_exit()
