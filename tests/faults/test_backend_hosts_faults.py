@@ -188,8 +188,8 @@ def test_a_cut_link_ends_calls_at_their_time_limit(length):
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-def test_ctrl_c_ends_a_wait_for_a_host_that_is_cut_off(length):
-    def check(rank, world, hosts):
+def test_ctrl_c_ends_a_wait_for_a_host_that_is_cut_off(length, tmp_path):
+    def check(rank, world, hosts, is_cut):
         import os
         import signal
         import subprocess
@@ -209,7 +209,9 @@ def test_ctrl_c_ends_a_wait_for_a_host_that_is_cut_off(length):
         if rank == 1:
             time.sleep(0.5)  # the others have what the barrier sent them
             subprocess.run(["ip", "link", "set", "eth0", "down"], check=True)
-        time.sleep(1.0)
+            is_cut.touch()
+        while not is_cut.exists():
+            time.sleep(0.01)
         timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
         start = time.monotonic()
         timer.start()
@@ -219,7 +221,8 @@ def test_ctrl_c_ends_a_wait_for_a_host_that_is_cut_off(length):
         return time.monotonic() - start
 
     with simulated_hosts(2) as hosts:
-        assert all(elapsed < 20 for elapsed in run_ranks(2, check, hosts, timeout=90))
+        elapsed = run_ranks(2, check, hosts, tmp_path / "cut", timeout=90)
+    assert all(seconds < 20 for seconds in elapsed)
 
 
 def test_a_slow_host_is_waited_for():

@@ -373,6 +373,43 @@ def test_ctrl_c_ends_a_wait_for_another_host():
     run_ranks(3, check, timeout=60)
 
 
+@pytest.mark.parametrize("host_of", [[0, 1], [0, 0, 1, 1]])
+def test_messages_of_long_calls_are_waited_for_where_signals_do_not_arrive(host_of):
+    """Ctrl-C ends a wait for a thread, not one for Gloo."""
+
+    def check(rank, world):
+        import threading
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline.backend.lane import Lane
+
+        join(rank, host_of)
+        dist.all_reduce(torch.ones(1_000_000))  # and measures the link
+        waited = []
+        await_next = Lane.await_next
+
+        def noted(self, *args):
+            waited.append(threading.current_thread())
+            return await_next(self, *args)
+
+        Lane.await_next = noted
+        whole, parts = torch.ones(1_000_000 * world), [torch.ones(1_000_000) for _ in range(world)]
+        dist.all_reduce(whole)
+        dist.reduce(whole, 0)
+        dist.reduce_scatter(parts[0], parts)
+        dist.all_gather(parts, torch.ones(1_000_000))
+        dist.broadcast(whole, 0)
+        dist.all_to_all(parts, [torch.ones(1_000_000) for _ in range(world)])
+        dist.barrier()
+        assert waited
+        assert threading.main_thread() not in waited
+        dist.destroy_process_group()
+
+    run_ranks(len(host_of), check, timeout=60)
+
+
 def test_a_rank_that_fails_in_the_middle_of_a_call_ends_with_its_own_error(tmp_path):
     """And is not aborted by the interpreter, if the other rank ends at the same time."""
     script = write_script(

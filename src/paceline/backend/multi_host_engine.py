@@ -183,7 +183,7 @@ class MultiHostEngine:
             label=zlib.crc32(repr(counts).encode()),  # how the whole is divided
         )
         nbytes = sum(counts) * output.element_size()
-        in_parts = self._placement.is_even and not is_short(nbytes, self._placement.hosts)
+        in_parts = self._placement.is_even and not self._is_short(nbytes)
 
         def run(call: MultiHostCall) -> None:
             if in_parts:
@@ -193,8 +193,8 @@ class MultiHostEngine:
             self._run_reduction(call, whole, op)
             output.copy_(whole.split(counts)[self.rank].view_as(output))
 
-        lanes = self._lanes_to_reduce(nbytes)
-        return self._start(header, run, wait, timeout_ns, lanes, is_brief=lanes == 1)
+        lanes, brief = self._lanes_to_reduce(nbytes), self._is_short(nbytes)
+        return self._start(header, run, wait, timeout_ns, lanes, is_brief=brief)
 
     def broadcast(
         self, tensor: torch.Tensor, root: int, *, wait: bool, timeout_ns: int
@@ -350,25 +350,30 @@ class MultiHostEngine:
         timeout_ns: int,
         root: int | None = None,
     ) -> Ticket | None:
-        lanes = self._lanes_to_reduce(tensor.numel() * tensor.element_size())
         return self._start(
             header,
             lambda call: self._run_reduction(call, tensor, op, root),
             wait,
             timeout_ns,
-            lanes,
-            is_brief=lanes == 1,
+            lanes=self._lanes_to_reduce(tensor.nbytes),
+            is_brief=self._is_short(tensor.nbytes),
         )
 
+    def _is_short(self, nbytes: int) -> bool:
+        """Whether a reduction is one message of each host. A long one is several, even where hosts
+        of one rank have a single lane.
+        """
+        return is_short(nbytes, self._placement.hosts)
+
     def _lanes_to_reduce(self, nbytes: int) -> int:
-        return 1 if is_short(nbytes, self._placement.hosts) else self._placement.lanes
+        return 1 if self._is_short(nbytes) else self._placement.lanes
 
     def _run_reduction(
         self, call: MultiHostCall, tensor: torch.Tensor, op: Reduction, root: int | None = None
     ) -> None:
         count, element_bytes = tensor.numel(), tensor.element_size()
         lanes, hosts = self._placement.lanes, self._placement.hosts
-        if self._link_speed is None and not is_short(count * element_bytes, hosts):
+        if self._link_speed is None and not self._is_short(tensor.nbytes):
             call.agree()
             self._link_speed = measure_link(call)
         wire_dtype = self._wire_dtype_of(tensor, op)
