@@ -186,13 +186,13 @@ class _Probe:
             _wait(dist.irecv(received, peer), dist.isend(sent, peer))
 
         both_ways()  # connects, and lets both begin together
-        began, cpu_began = time.perf_counter(), time.process_time()
-        for _ in range(_REPEATS):
-            both_ways()
-        taken, cpu_taken = time.perf_counter() - began, time.process_time() - cpu_began
-        self._core_share = min(cpu_taken / taken * self._waits_for_core, _LARGEST_SHARE)
-        # Not the shortest: another rank on the same link may have been idle meanwhile.
-        return taken / _REPEATS
+        cpu_began = time.process_time()
+        times = _times(both_ways)
+        cpu_taken = time.process_time() - cpu_began
+        self._core_share = min(cpu_taken / sum(times) * self._waits_for_core, _LARGEST_SHARE)
+        # Not the shortest: another rank on the same link may have been idle meanwhile. Nor the
+        # mean: one lost packet may take longer than all the others.
+        return statistics.median(times)
 
     def _ping(self, peer: int | None) -> float:
         """Half of a round trip, between the first ranks of two hosts."""
@@ -234,9 +234,13 @@ def _wait(*works: dist.Work | None) -> None:
 
 
 def _shortest(action: Callable[[], object], repeats: int = _REPEATS) -> float:
+    return min(_times(action, repeats))
+
+
+def _times(action: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
     times = []
     for _ in range(repeats):
         started = time.perf_counter()
         action()
         times.append(time.perf_counter() - started)
-    return min(times)
+    return times
