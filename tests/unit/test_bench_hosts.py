@@ -49,6 +49,14 @@ def test_a_bad_delay_is_refused_by_benchmarks(name, capsys):
 
 
 @pytest.mark.parametrize(
+    "arguments", [["--link", "1gbit"], ["--delay", "2ms"], ["--calls", "scatter"]]
+)
+def test_collectives_between_hosts_need_hosts(arguments, capsys):
+    assert main(["bench", "collectives", *arguments]) == 2
+    assert "add --hosts 2x2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--link", "1gbit"], "add --hosts 2x2"),

@@ -91,7 +91,7 @@ class Links:
             self._wire = LaneWire(self._lane, placement.other_hosts)
         # Those of Gloo, and perhaps some that another thread opened meanwhile.
         self._sockets = open_sockets().keys() - before
-        self._is_lost = False
+        self._is_lost, self._next_look = False, 0.0
         self._left_behind: list[Work] = []
 
     @property
@@ -142,16 +142,22 @@ class Links:
         """The error of a lost connection, for those who wait. Gloo ends waits for messages to come,
         but neither for one that has arrived in part nor for those it sends.
         """
-        closed = self._sockets - open_sockets().keys()
-        if closed and not self._is_lost:
-            self._sockets -= closed
-            self._is_lost = self._is_open and not self._are_all_connected()
+        now = time.monotonic()
+        if not self._is_lost and now >= self._next_look:
+            # Those who wait may ask more often, for other reasons.
+            self._next_look = now + LOOK_FOR_LOSS_S
+            self._is_lost = self._has_lost_one()
         if not self._is_lost:
             return None
         return PeerLost(
             f"rank {self.placement.rank}: the connection to a rank on another host was lost in the "
             "middle of a message. See that rank's output for the cause"
         )
+
+    def _has_lost_one(self) -> bool:
+        closed = self._sockets - open_sockets().keys()
+        self._sockets -= closed
+        return bool(closed) and self._is_open and not self._are_all_connected()
 
     def _are_all_connected(self) -> bool:
         all_ranks, lane = self._all, self._lane

@@ -33,8 +33,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from paceline.bench.bench_tools import join_group, print_table, pyplot
-from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
-from paceline.errors import PacelineError
+from paceline.bench.simulated_hosts import (
+    add_host_arguments,
+    enter,
+    hosts_of_options,
+    simulated_hosts,
+)
+from paceline.errors import ConfigError, PacelineError
 
 if TYPE_CHECKING:
     import torch
@@ -96,20 +101,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seconds", type=float, default=0.1, help="length of a turn, about (%(default)s)"
     )
-    parser.add_argument(
-        "--hosts",
-        metavar="HxR",
-        help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2",
-    )
-    parser.add_argument(
-        "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
-    )
-    parser.add_argument(
-        "--delay",
-        metavar="TIME",
-        help="with --hosts: what a packet takes from host to host, one way, in us, ms or s, "
-        "e.g. 2ms: an answer is there after 4",
-    )
+    add_host_arguments(parser)
     parser.add_argument(
         "--calls",
         nargs="+",
@@ -127,7 +119,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     plt = pyplot() if options.plot else None
     sizes = [size for size in _SIZES if size <= options.max_bytes]
     report = []
-    hosts, per_host = hosts_and_ranks(options.hosts)
+    hosts, per_host = hosts_of_options(options)
+    if not hosts and options.calls != [_ALL_REDUCE]:
+        raise ConfigError("other --calls are measured between simulated hosts: add --hosts 2x2")
     for call, ranks in (
         [(call, hosts * per_host) for call in options.calls]
         if hosts

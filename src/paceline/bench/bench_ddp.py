@@ -36,7 +36,12 @@ from paceline.bench.bench_tools import (
     write_json,
 )
 from paceline.bench.models import Case, cases
-from paceline.bench.simulated_hosts import enter, hosts_and_ranks, simulated_hosts
+from paceline.bench.simulated_hosts import (
+    add_host_arguments,
+    enter,
+    hosts_of_options,
+    simulated_hosts,
+)
 from paceline.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -86,28 +91,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"comma-separated, of: {', '.join(_EXPECTED_SPEEDUP)} (default: all, with --hosts "
         f"{_MODEL_BETWEEN_HOSTS})",
     )
-    parser.add_argument(
-        "--hosts",
-        metavar="HxR",
-        help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2",
-    )
-    parser.add_argument(
-        "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
-    )
-    parser.add_argument(
-        "--delay",
-        metavar="TIME",
-        help="with --hosts: what a packet takes from host to host, one way, in us, ms or s, "
-        "e.g. 2ms: an answer is there after 4",
-    )
+    add_host_arguments(parser)
     parser.add_argument("--plot", metavar="FILE", help="write a bar chart here (needs matplotlib)")
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    if options.hosts:
-        return _run_between_hosts(options)
-    if options.link or options.delay:
-        raise ConfigError("--link and --delay are of simulated hosts: add --hosts 2x2, for example")
+    hosts, per_host = hosts_of_options(options)
+    if hosts:
+        return _run_between_hosts(options, hosts, per_host)
     names = _chosen_models(options.models or ",".join(_EXPECTED_SPEEDUP))
     rounds = options.rounds or _ROUNDS
     plt = pyplot() if options.plot else None
@@ -127,12 +118,11 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     return figures
 
 
-def _run_between_hosts(options: argparse.Namespace) -> dict[str, Any]:
+def _run_between_hosts(options: argparse.Namespace, hosts: int, per_host: int) -> dict[str, Any]:
     from torch.multiprocessing.spawn import start_processes
 
     if options.plot:
         raise ConfigError("--plot is drawn for one host only: leave out --hosts")
-    hosts, per_host = hosts_and_ranks(options.hosts)
     names = _chosen_models(options.models or _MODEL_BETWEEN_HOSTS)
     rounds = options.rounds or _ROUNDS_BETWEEN_HOSTS
     with contextlib.ExitStack() as stack:

@@ -7,6 +7,7 @@ of them.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -19,13 +20,47 @@ from decimal import Decimal
 
 from paceline.errors import ConfigError, PacelineError
 
-__all__ = ["SimulatedHosts", "delay_ns", "enter", "hosts_and_ranks", "simulated_hosts", "why_not"]
+__all__ = [
+    "SimulatedHosts",
+    "add_host_arguments",
+    "delay_ns",
+    "enter",
+    "hosts_and_ranks",
+    "hosts_of_options",
+    "simulated_hosts",
+    "why_not",
+]
 
 _INTERFACE = "eth0"
 # Packets for this address are taken by nobody.
 _NOWHERE = ("lladdr", "02:00:00:00:00:01", "dev", _INTERFACE, "nud", "permanent")
 _NANOSECONDS = {"us": 10**3, "ms": 10**6, "s": 10**9}
 _CLONE_NEWIPC, _CLONE_NEWNET = 0x08000000, 0x40000000
+
+
+def add_host_arguments(parser: argparse.ArgumentParser) -> None:
+    """`--hosts`, `--link` and `--delay`."""
+    parser.add_argument(
+        "--hosts",
+        metavar="HxR",
+        help="simulate H hosts of R ranks with network namespaces (needs root), e.g. 2x2",
+    )
+    parser.add_argument(
+        "--link", metavar="RATE", help="with --hosts: the rate of each host's link, e.g. 1gbit"
+    )
+    parser.add_argument(
+        "--delay",
+        metavar="TIME",
+        help="with --hosts: what a packet takes from host to host, one way, in us, ms or s, "
+        "e.g. 2ms: an answer is there after 4",
+    )
+
+
+def hosts_of_options(options: argparse.Namespace) -> tuple[int, int]:
+    """(hosts, ranks per host); zeros if all ranks are on this host."""
+    if not options.hosts and (options.link or options.delay):
+        raise ConfigError("--link and --delay are of simulated hosts: add --hosts 2x2, for example")
+    return hosts_and_ranks(options.hosts)
 
 
 def hosts_and_ranks(text: str | None) -> tuple[int, int]:
