@@ -19,6 +19,7 @@ import platform
 import signal
 import socket
 import struct
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -48,6 +49,7 @@ __all__ = [
     "processor_name",
     "read_stat",
     "signal_when_parent_ends",
+    "unacknowledged_bytes",
     "written_pages",
 ]
 
@@ -216,6 +218,17 @@ def open_sockets() -> dict[str, int]:
             if name.startswith("socket:"):
                 found[name] = int(entry)
     return found
+
+
+def unacknowledged_bytes(descriptor: int) -> int:
+    """How much of what was sent the other side's kernel does not have yet. 0 if that is unknown:
+    the socket is closed or has none.
+    """
+    try:
+        answer = fcntl.ioctl(descriptor, termios.TIOCOUTQ, struct.pack("i", 0))
+    except OSError:
+        return 0
+    return int(struct.unpack("i", answer)[0])
 
 
 def give_up_when_silent(descriptor: int, limit_s: int) -> None:

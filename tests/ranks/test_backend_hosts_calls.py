@@ -373,6 +373,38 @@ def test_ctrl_c_ends_a_wait_for_another_host():
     run_ranks(3, check, timeout=60)
 
 
+@pytest.mark.parametrize("length", [3, 60_000])
+def test_a_rank_that_ends_after_its_last_call_leaves_the_others_what_they_need(length):
+    """It has their message, while its own waits until they are ready for it. Nobody destroys the
+    group.
+    """
+
+    def check(rank, world, length):
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline.backend import lane
+
+        lane._POSTED = lane._POSTED_TOGETHER = 1
+        join(rank, [0, 1])
+        if rank == 0:
+            post_free = lane.Lane.post_free
+
+            def later(self):
+                time.sleep(0.3)
+                post_free(self)
+
+            lane.Lane.post_free = later
+        for _ in range(2):
+            data = torch.ones(length)
+            dist.all_reduce(data)
+            assert torch.equal(data, torch.full((length,), 2.0))
+
+    run_ranks(2, check, length, timeout=60)
+
+
 @pytest.mark.parametrize("host_of", [[0, 1], [0, 0, 1, 1]])
 def test_messages_of_long_calls_are_waited_for_where_signals_do_not_arrive(host_of):
     """Ctrl-C ends a wait for a thread, not one for Gloo."""

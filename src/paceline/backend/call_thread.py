@@ -8,16 +8,14 @@ thread that makes them, if it is their turn.
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import math
-import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 
+from paceline.backend.process_end import Order, before_process_ends
 from paceline.core.abi import ANY_SOURCE
 from paceline.errors import GroupAborted
 
@@ -132,7 +130,6 @@ class CallThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
-        self._pid = 0  # of the process that has the thread
         self._turn = threading.Lock()  # held while a call runs
         self._unfinished = 0  # calls that wait for their turn or run; changed with the lock held
 
@@ -162,8 +159,7 @@ class CallThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-                self._pid = os.getpid()
-                _started.add(self)
+                before_process_ends(self._end_at_exit, Order.END_CALLS)
             self._unfinished += 1
             self._queue.put(ticket)
         return ticket
@@ -177,11 +173,13 @@ class CallThread:
             if self._giving_up is None or not self._giving_up.has_left_call:
                 thread.join()
 
-    def end_at_exit(self) -> None:
-        """End the call that is running, if one is, because the process ends."""
+    def _end_at_exit(self) -> None:
+        """End the call that is running, if one is. A thread that came back from Gloo to an
+        interpreter that is ending would abort the process: a rank that failed would seem to have
+        crashed.
+        """
         thread, giving_up = self._thread, self._giving_up
-        is_running = self._unfinished > 0 and self._pid == os.getpid()
-        if thread is not None and giving_up is not None and is_running:
+        if thread is not None and giving_up is not None and self._unfinished:
             self._closing = True
             giving_up.end_calls()
             self._queue.put(None)
@@ -196,15 +194,3 @@ class CallThread:
                     ticket.run()
             self._finish()
             del ticket  # a thread that waits for the next call keeps nothing of the last
-
-
-_started: weakref.WeakSet[CallThread] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_calls() -> None:
-    """A thread that comes back from Gloo, to an interpreter that is ending, aborts the process: a
-    rank that failed would seem to have crashed.
-    """
-    for thread in list(_started):
-        thread.end_at_exit()

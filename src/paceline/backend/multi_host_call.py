@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from paceline._linux import open_sockets
+from paceline._linux import open_sockets, unacknowledged_bytes
 from paceline._torch_internals import PrefixStore, Store, Work
 from paceline.backend.call_thread import CallThread, GivingUp
 from paceline.backend.host_engine import HostEngine, address_of
@@ -38,6 +38,7 @@ from paceline.backend.lane import (
     reserved_tag,
 )
 from paceline.backend.lane_wire import LaneWire
+from paceline.backend.process_end import Order, before_process_ends
 from paceline.core import Communicator
 from paceline.core.abi import CallRecord, Kind, Request
 from paceline.core.call_errors import calls_mismatch, describe_call
@@ -55,6 +56,10 @@ __all__ = ["LOOK_FOR_LOSS_S", "Links", "MultiHostCall", "UnevenParts", "is_timeo
 
 # How often those who wait for long look whether a connection was lost.
 LOOK_FOR_LOSS_S = 0.25
+
+# How long whoever leaves stays for what is on its way, and how often it looks.
+_REST_S = 2.0
+_REST_LOOK_S = 0.001
 
 _RECORD_BYTES = C.sizeof(CallRecord)
 _MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
@@ -93,6 +98,7 @@ class Links:
         self._sockets = open_sockets().keys() - before
         self._is_lost, self._next_look = False, 0.0
         self._left_behind: list[Work] = []
+        self._stay_at_exit = before_process_ends(self._send_the_rest, Order.SEND_THE_REST)
 
     @property
     def all_ranks(self) -> Any:
@@ -204,11 +210,26 @@ class Links:
     def close(self) -> None:
         """Close the connections when all calls have ended."""
         self._waiting.close()
-        if self._is_open and self._lane is not None:
-            self._lane.flush()
+        self._stay_at_exit()
+        self._send_the_rest()
         self._is_open = False
         self._all = self._lane = self._wire = None
         self._left_behind.clear()
+
+    def _send_the_rest(self) -> None:
+        """Let the ranks on other hosts get what they still need to end their last call. This one's
+        has ended, because it has theirs.
+        """
+        if self._is_open and self._lane is not None:
+            self._lane.flush()
+        deadline = time.monotonic() + _REST_S
+        while self._is_open and time.monotonic() < deadline:
+            sockets = open_sockets()
+            mine = [sockets[name] for name in self._sockets & sockets.keys()]
+            # Where notes of the other side were not read, closing discards what was not sent.
+            if not any(map(unacknowledged_bytes, mine)):
+                return
+            time.sleep(_REST_LOOK_S)
 
 
 class UnevenParts(Exception):
