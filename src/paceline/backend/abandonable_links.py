@@ -29,7 +29,7 @@ __all__ = ["connect_unless_obsolete"]
 _LOOK_S = 0.005
 # The thread leaves the store at its next look. One that were in there, in Python, when this process
 # ends would abort it. From Gloo's own waits it does not return so soon.
-_LEAVE_S = 0.2
+_LEAVE_S = 1.0
 # All ranks listen when the first of them connects, so that an answer takes no longer than a packet.
 _ANSWER_LIMIT = timedelta(seconds=20)
 # Longer than a rank may be stopped, whose side of a connection may then take nothing.
