@@ -66,6 +66,32 @@ def test_all_that_came_name_the_missing_ones():
         assert f"rank {rank}: ranks 1, 3 of 4 did not join" in str(error)
 
 
+def test_the_collector_stays_until_the_others_know_of_a_failure():
+    """It may serve the store, which ends with it."""
+    store, known_when_left = HashStore(), []
+
+    class SlowToRead:
+        """Looks a second late."""
+
+        set, get = store.set, store.get
+
+        def check(self, keys):
+            time.sleep(1.0 if keys == ["topic/outcome"] else 0.0)
+            return store.check(keys)
+
+    def work(rank):
+        try:
+            exchange(SlowToRead() if rank else store, "topic", rank, (0, 1, 2), "", SHORT)
+        finally:
+            if rank == 0:
+                known_when_left.append(store.check(["topic/1/read"]))
+
+    errors = on_threads([0, 1], work)
+    assert all(isinstance(error, CollectiveTimeout) for error in errors.values())
+    assert [error.missing for error in errors.values()] == [(2,), (2,)]
+    assert known_when_left == [True]
+
+
 def test_a_missing_collector_is_named_by_the_others():
     error = on_threads([1], lambda rank: exchange(HashStore(), "t", rank, range(2), "", SHORT))[1]
     assert isinstance(error, CollectiveTimeout)

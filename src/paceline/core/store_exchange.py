@@ -47,6 +47,7 @@ __all__ = [
 _PROMPT_S = 0.5
 _SHORTEST_PAUSE_S = 0.001
 _LONGEST_PAUSE_S = 0.1
+_READERS_LIMIT_S = 3.0
 _CHECK_PROCESSES_EVERY_S = 0.5
 _RANKS_SHOWN = 16
 
@@ -270,10 +271,26 @@ class _Exchange:
         outcome = self._collect()
         self._store.set(self._outcome_key, json.dumps(dataclasses.asdict(outcome)))
         if not outcome.values:
-            # This process may serve the store, and the error that follows may end it: the others
-            # get time to read.
-            time.sleep(3 * _LONGEST_PAUSE_S)
+            self._wait_for_readers(outcome)
         return outcome
+
+    def _wait_for_readers(self, outcome: _Outcome) -> None:
+        """This process may serve the store, and the error that follows may end it: the others get
+        time to read.
+        """
+        lost = outcome.lost[0] if outcome.lost is not None else None
+        marks = [
+            self._mark_of(rank)
+            for rank, key in self._keys.items()
+            if rank not in (self._rank, lost) and self._store.check([key])
+        ]
+        deadline = time.monotonic() + _READERS_LIMIT_S
+        while marks and not self._store.check(marks) and time.monotonic() < deadline:
+            time.sleep(_LONGEST_PAUSE_S / 10)
+
+    def _mark_of(self, rank: int) -> str:
+        """The key by which a rank says that it has read of a failure."""
+        return f"{self._keys[rank]}/read"
 
     def _collect(self) -> _Outcome:
         keys = list(self._keys.values())
@@ -286,6 +303,8 @@ class _Exchange:
         # The collector's clock started at another time.
         if self._wait([self._outcome_key], self._deadline + 10 * _LONGEST_PAUSE_S, collector):
             outcome = _Outcome(**json.loads(self._store.get(self._outcome_key)))
+            if not outcome.values:
+                self._store.set(self._mark_of(self._rank), "")
         else:
             outcome = self._failure(collector)
         return outcome
