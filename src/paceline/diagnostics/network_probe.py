@@ -33,6 +33,7 @@ __all__ = ["measure_network"]
 _PINGS, _BURST, _REPEATS = 30, 64, 5
 _TRIAL_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _TRANSFER_S = 0.2
+_WARM_UPS = 4
 _INSIDE_BYTES = 16 << 20
 _ROUNDED_BYTES = 1 << 20  # about what is rounded at once
 _MATRIX = 384
@@ -185,7 +186,10 @@ class _Probe:
         def both_ways() -> None:
             _wait(dist.irecv(received, peer), dist.isend(sent, peer))
 
-        both_ways()  # connects, and lets both begin together
+        # Connects, lets both begin together, and lets the kernel find out how much may be on its
+        # way at once.
+        for _ in range(_WARM_UPS):
+            both_ways()
         cpu_began = time.process_time()
         times = _times(both_ways)
         cpu_taken = time.process_time() - cpu_began
