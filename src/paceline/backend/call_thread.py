@@ -130,6 +130,7 @@ class CallThread:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._closing = False
+        self._stay_at_exit: Callable[[], object] = lambda: None
         self._turn = threading.Lock()  # held while a call runs
         self._unfinished = 0  # calls that wait for their turn or run; changed with the lock held
 
@@ -159,7 +160,7 @@ class CallThread:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-                before_process_ends(self._end_at_exit, Order.END_CALLS)
+                self._stay_at_exit = before_process_ends(self._end_at_exit, Order.END_CALLS)
             self._unfinished += 1
             self._queue.put(ticket)
         return ticket
@@ -169,6 +170,7 @@ class CallThread:
         self._closing = True
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
+            self._stay_at_exit()
             self._queue.put(None)
             if self._giving_up is None or not self._giving_up.has_left_call:
                 thread.join()
