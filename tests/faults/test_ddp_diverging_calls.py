@@ -75,6 +75,29 @@ def test_backward_here_another_call_there(host_of, call):
         assert "same calls in the same order" in message
 
 
+def step_twins(rank, world, host_of, width):
+    """Models that differ in nothing but their values; some ranks step one, some the other."""
+    join(rank, host_of)
+    twins = [paceline.DistributedDataParallel(torch.nn.Linear(width, 1)) for _ in range(3)]
+    for _ in range(2):
+        for model in twins:
+            model(torch.ones(2, width)).sum().backward()
+    losses = [model(torch.ones(2, width)).sum() for model in twins]
+    with pytest.raises(paceline.MismatchError) as caught:
+        losses[rank].backward()
+    return caught.value.values
+
+
+@pytest.mark.parametrize("width", [3, 100_000], ids=["short", "long"])
+@pytest.mark.parametrize("host_of", PLACEMENTS, ids=str)
+def test_models_that_are_alike_are_told_apart(host_of, width):
+    for values in run_ranks(3, step_twins, host_of, width):
+        first, second, third = (values[rank] for rank in range(3))
+        assert first.endswith("with the parameters weight, bias")
+        assert second == f"{first}, number 2 of those that were wrapped"
+        assert third == f"{first}, number 3 of those that were wrapped"
+
+
 def test_ranks_that_come_later_are_told_too():
     for _, values in run_ranks(2, diverge, ONE_HOST, "barrier", 2.0, [0]):
         assert values[1].startswith("barrier")

@@ -119,6 +119,7 @@ class PacelineGroup(_ProcessGroup):  # type: ignore[misc]  # see above
         self._host_allreduce = engine.comm.allreduce if isinstance(engine, HostEngine) else None
         self._monitored_barriers = 0
         self._calls = 0  # collectives started
+        self.wrapped_models: Counter[str] = Counter()  # by description
         self._name = self._desc = ""
         # Device type -> torch's backend of another kind, a `Backend` or a `ProcessGroup`.
         self._device_backends: dict[str, Any] = {}

@@ -253,6 +253,7 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
         self._buffer_hook: BufferHook | None = None
         self._hook_spec: HookSpec | None = None
         self._lazy_init_ran = False
+        self._twin = 0
         self._make_replicas_equal(sync_now)
         if mixed_precision is None:
             self._low_precision: LowPrecision | None = None
@@ -356,6 +357,7 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
             buffers = self._named_buffers() if with_buffers else {}
             description = describe(named, buffers.items()) | config.shared_arguments()
             check_same_model(self._group_transport(), description)
+            self._twin = self._count_twins(description)
             if config.init_sync:
                 broadcast(self.process_group, [*self._module_parameters, *buffers.values()], 0)
         delayed = config.delayed
@@ -364,6 +366,17 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
             broadcast(self.process_group, tensors, 0)
         elif not any(parameter.requires_grad for parameter in self._module_parameters):
             raise ConfigError(_NEEDLESS)  # on all ranks: they have been compared
+
+    def _count_twins(self, description: Mapping[str, str]) -> int:
+        """How many models of this description were wrapped in this group before: the same number
+        on all its ranks, which have just compared it. Ranks that step one model while others step
+        its twin are told apart by it.
+        """
+        if not isinstance(self.process_group, PacelineGroup):
+            return 0
+        wrapped, key = self.process_group.wrapped_models, repr(description)
+        wrapped[key] += 1
+        return wrapped[key] - 1
 
     def _named_buffers(self) -> dict[str, torch.Tensor]:
         return {
@@ -507,13 +520,15 @@ class DistributedDataParallel(TorchCompat, _TorchClass):
             return None
         if self._hook_spec is None and ShmTransport.serves(self.process_group, managed):
             assert isinstance(self.process_group, PacelineGroup)
-            return ShmTransport(self.process_group, managed)
+            return ShmTransport(self.process_group, managed, self._twin)
         return self._group_transport(managed)
 
     def _group_transport(self, managed: Sequence[ManagedParameter] = ()) -> GroupTransport:
         if MultiHostTransport.serves(self.process_group):
             assert isinstance(self.process_group, PacelineGroup)
-            return MultiHostTransport(self.process_group, self._config.wire_dtype, managed)
+            return MultiHostTransport(
+                self.process_group, self._config.wire_dtype, managed, self._twin
+            )
         # Signals travel in host memory if the group can move it; otherwise (NCCL alone) where the
         # model is.
         on_host = "cpu" in device_types_of(self.process_group)

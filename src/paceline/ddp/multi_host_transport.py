@@ -49,12 +49,15 @@ class MultiHostTransport(GroupTransport):
         group: PacelineGroup,
         wire_dtype: torch.dtype | None = None,
         managed: Sequence[ManagedParameter] = (),
+        twin: int = 0,
     ) -> None:
         super().__init__(group, torch.device("cpu"), wire_dtype)
         assert isinstance(group.engine, MultiHostEngine)
         self._engine = group.engine
         shapes = [(entry.name, tuple(entry.parameter.shape)) for entry in managed]
-        self._label = self._engine.name_exchange(repr(shapes), describe_step(managed))
+        # Steps of models that are alike are calls that are alike, but for this.
+        key = repr((shapes, twin))
+        self._label = self._engine.name_exchange(key, describe_step(managed, twin))
         # Not where longer buckets are summed in another order.
         self.closing_numbers = self.world
         self._opening = _Opening(self._engine, self._label, Signal(Call.ANSWER), None)

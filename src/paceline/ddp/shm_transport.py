@@ -45,7 +45,9 @@ class ShmTransport(Transport):
     needs_signals_first = False
     reduces_at_end = True
 
-    def __init__(self, group: PacelineGroup, managed: Sequence[ManagedParameter]) -> None:
+    def __init__(
+        self, group: PacelineGroup, managed: Sequence[ManagedParameter], twin: int = 0
+    ) -> None:
         super().__init__(group)
         assert isinstance(group.engine, HostEngine)
         self.comm = group.engine.comm
@@ -63,7 +65,7 @@ class ShmTransport(Transport):
         self._start = torch.frombuffer(self._arena.buffer, dtype=torch.uint8, count=1).data_ptr()
         self._arena.define(_SIGNALS, 0, 1, core_dtype(torch.empty(0)), _SUM)
         self._names = [entry.name for entry in managed]
-        self._arena.name_bucket(_SIGNALS, describe_step(managed))
+        self._arena.name_bucket(_SIGNALS, describe_step(managed, twin))
         self._defined = 1
         self.forget_buckets()
         self._weights: list[float] = []  # what the arena has

@@ -46,6 +46,7 @@ class TorchCompat:
     _hook_spec: HookSpec | None
     _buffer_hook: BufferHook | None
     _is_transparent: bool
+    _twin: int
 
     # Torch's value, for programs that pass it on; messages here have their own size.
     broadcast_bucket_size = 250 * MIB
@@ -179,6 +180,7 @@ class TorchCompat:
         """Go on in another group (shrunk or grown)."""
         check_group(new_process_group)
         self.process_group = new_process_group
+        self._twin = 0  # its ranks may have wrapped others before
         self._rebuild()
 
     @property

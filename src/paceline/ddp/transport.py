@@ -47,10 +47,14 @@ __all__ = ["Transport", "TransportMisuse", "TransportState", "Weigh", "describe_
 Weigh: TypeAlias = Callable[[Sequence[Signal]], list[float] | None]
 
 
-def describe_step(managed: Sequence[ManagedParameter]) -> str:
-    """What ranks wait for each other in, where others wait elsewhere."""
+def describe_step(managed: Sequence[ManagedParameter], twin: int = 0) -> str:
+    """What ranks wait for each other in, where others wait elsewhere. `twin`: how many models like
+    this one were wrapped in its group before it.
+    """
     names = list_names([entry.name for entry in managed])
-    return f"forward or backward of a DistributedDataParallel model with the parameters {names}"
+    model = f"a DistributedDataParallel model with the parameters {names}"
+    which = f", number {twin + 1} of those that were wrapped" if twin else ""
+    return f"forward or backward of {model}{which}"
 
 
 class TransportMisuse(RuntimeError):
