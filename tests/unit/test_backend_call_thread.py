@@ -4,6 +4,8 @@ vain.
 
 from __future__ import annotations
 
+import concurrent.futures
+import sys
 import threading
 import time
 
@@ -73,3 +75,29 @@ def test_a_call_that_cannot_be_ended_is_left_behind():
     assert not ticket.done()
     stuck.set()
     assert ticket.has_ended(30)
+
+
+def test_all_who_wait_for_a_call_at_once_learn_how_it_ended():
+    """None of them is in the way of another one that looks at the same moment."""
+    usual = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+
+    def fail():
+        raise RuntimeError("connection closed")
+
+    def wait_often():
+        for _ in range(2_000):
+            with pytest.raises(RuntimeError, match="connection closed"):
+                ticket.wait()
+            assert ticket.done()
+            assert ticket.has_ended(0)
+
+    calls = CallThread("test", GivingUp(lambda: None, lambda: None))
+    try:
+        ticket = calls.start(fail)
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            for waiting in [pool.submit(wait_often) for _ in range(4)]:
+                waiting.result()
+    finally:
+        sys.setswitchinterval(usual)
+        calls.close()

@@ -155,13 +155,15 @@ def test_an_operation_that_failed_is_forgotten():
     call_all(transport, "post complete")
 
 
-def test_a_wait_that_raises_ends_the_operation(monkeypatch):
+@pytest.mark.parametrize("call", ["signals", "complete"])
+def test_a_wait_that_raises_ends_the_operation(monkeypatch, call):
     transport = Recorded()
     transport.post(SIGNAL)
-    monkeypatch.setattr(transport, "_signals", lambda: 1 / 0)
+    monkeypatch.setattr(transport, f"_{call}", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        transport.signals()
+        CALLS[call](transport)
     assert transport.state is TransportState.IDLE
+    assert transport.sent.count("abandon") == 1
 
 
 class CompletesAsTheSliceEnds(Work):

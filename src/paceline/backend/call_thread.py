@@ -58,8 +58,10 @@ class CallTicket:
         self._step: Callable[[], object] | None = step
         self._giving_up = giving_up
         self._error: BaseException | None = None
-        self._ended = threading.Lock()  # held until the call has ended
-        self._ended.acquire()
+        self._has_ended = False
+        # Held until the call has ended; afterwards for a moment by each of those who waited for it.
+        self._running = threading.Lock()
+        self._running.acquire()
 
     def run(self) -> None:
         """Run the call and keep what it raises for those who wait. On the thread."""
@@ -80,7 +82,8 @@ class CallTicket:
 
     def _end(self) -> None:
         self._step = None  # and the tensors it holds
-        self._ended.release()
+        self._has_ended = True
+        self._running.release()
 
     def wait(self, timeout_ns: int = -1) -> bool:
         """Signals are handled meanwhile: what a handler raises is raised here."""
@@ -108,13 +111,12 @@ class CallTicket:
 
     def has_ended(self, within_s: float) -> bool:
         """Whether it ends within that time, well or not; a negative time is no limit."""
-        if not self._ended.acquire(timeout=within_s):
-            return False
-        self._ended.release()
-        return True
+        if not self._has_ended and self._running.acquire(timeout=within_s):
+            self._running.release()
+        return self._has_ended
 
     def done(self) -> bool:
-        return not self._ended.locked()
+        return self._has_ended
 
 
 class CallThread:

@@ -177,9 +177,12 @@ class Transport(abc.ABC):
         if self._launched and not self._has_weights and self._weigh is None:
             self._refuse("complete", "buckets were launched, but the weights are not set")
         try:
-            return self._complete(telemetry)
-        finally:
-            self._state = _IDLE
+            signals = self._complete(telemetry)
+        except BaseException:
+            self.abandon()
+            raise
+        self._state = _IDLE
+        return signals
 
     def abandon(self) -> None:
         """An error ended the operation: forget what was under way."""
