@@ -154,6 +154,50 @@ def test_a_host_killed_while_tensors_are_on_their_way_ends_the_calls_of_the_othe
             )
 
 
+def test_a_host_killed_in_the_middle_of_a_short_message_ends_the_call_of_the_other():
+    """Its message has begun to arrive when the other rank comes to wait for it. What it had not
+    given to its kernel, usually a part of that, never comes.
+    """
+
+    def check(rank, world, hosts):
+        import os
+        import pathlib
+        import signal
+        import threading
+        import time
+
+        import torch
+        import torch.distributed as dist
+
+        from paceline import PeerLost
+
+        enter(hosts[rank])
+        pathlib.Path("/proc/sys/net/ipv4/tcp_wmem").write_text("4096 8192 8192")
+        init_group("paceline")
+        data = torch.ones(32_000)
+        dist.all_reduce(data)
+        dist.all_reduce(data[:15_000])
+        # Of what the link lets through at once there is less left than the next one takes.
+        if rank == 1:
+            threading.Timer(0.7, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        else:
+            time.sleep(0.5)
+
+        def repeat():
+            while True:
+                dist.all_reduce(data)
+
+        began = time.monotonic()
+        with pytest.raises(PeerLost):
+            repeat()
+        return time.monotonic() - began
+
+    with simulated_hosts(2, link="200kbit") as hosts:
+        outcomes = run_ranks(2, check, hosts, check=False, timeout=60)
+    assert [outcome.error is None for outcome in outcomes] == [True, False], outcomes[0].error
+    assert outcomes[0].value < 20  # the rest of what its kernel had takes a while
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 def test_a_cut_link_ends_calls_at_their_time_limit(length):
     def check(rank, world, hosts):

@@ -16,11 +16,13 @@ __all__ = ["SimulatedHosts", "enter", "simulated_hosts"]
 
 
 @contextlib.contextmanager
-def simulated_hosts(count: int, delay: str | None = None) -> Iterator[SimulatedHosts]:
-    """`count` hosts on one switch, which holds packets for `delay`; yields the pid that stands for
-    each.
+def simulated_hosts(
+    count: int, delay: str | None = None, link: str | None = None
+) -> Iterator[SimulatedHosts]:
+    """`count` hosts on one switch, which holds packets for `delay`, each on a `link` of such a
+    rate; yields the pid that stands for each.
     """
     if reason := _simulated.why_not():
         pytest.skip(reason)
-    with _simulated.simulated_hosts(count, delay=delay) as hosts:
+    with _simulated.simulated_hosts(count, link, delay) as hosts:
         yield hosts

@@ -23,8 +23,9 @@ __all__ = ["CallThread", "CallTicket", "GivingUp"]
 
 # For how long a call that is to be given up is continued all the same.
 _UNDER_WAY_S = 0.1
-# How long it may take to end.
-_GIVE_UP_S = 2.0
+# How long it may take to end, and how long at the end of the process.
+_GIVE_UP_S = 0.5
+_GIVE_UP_AT_EXIT_S = 2.0
 
 
 @dataclasses.dataclass
@@ -187,7 +188,7 @@ class CallThread:
             self._closing = True
             giving_up.end_calls()
             self._queue.put(None)
-            thread.join(_GIVE_UP_S)
+            thread.join(_GIVE_UP_AT_EXIT_S)
 
     def _run(self) -> None:
         while (ticket := self._queue.get()) is not None:

@@ -41,6 +41,7 @@ __all__ = [
 ]
 
 HEADER_BYTES = 64
+_MARK, _MARK_BYTES = 0x9E3779B97F4A7C15, C.sizeof(C.c_uint64)
 # In groups in which programs have tags, too, theirs are below this.
 FIRST_RESERVED_TAG = 2**30
 _NEVER_SENT_TAG = 2**31 - 1
@@ -70,20 +71,42 @@ class MessageHeader(C.Structure):
         ("agreed", C.c_uint32),
         # What all parts of an exchange have, if messages carry those.
         ("length", C.c_int64),
+        # Of the data. Behind it is the end mark.
+        ("nbytes", C.c_uint64),
     ]
 
 
 class LaneMessage:
-    """Memory for one message: its header, then its data."""
+    """Memory for one message: its header, its data, and a mark that shows where it ends."""
 
     def __init__(self, capacity: int) -> None:
-        self.bytes = torch.empty(HEADER_BYTES + capacity, dtype=torch.uint8)
+        self.bytes = torch.empty(HEADER_BYTES + capacity + _MARK_BYTES, dtype=torch.uint8)
         self.address = self.bytes.data_ptr() + HEADER_BYTES
         self.header = MessageHeader.from_address(self.bytes.data_ptr())
+        self.header.call.sequence = self.header.nbytes = 0
         self.works: list[Work] = []  # what still reads or writes it
 
     def data(self, nbytes: int) -> torch.Tensor:
         return self.bytes[HEADER_BYTES : HEADER_BYTES + nbytes]
+
+    def seal(self, nbytes: int) -> torch.Tensor:
+        """Mark its end behind so many bytes of data: what is to be sent."""
+        self.header.nbytes = nbytes
+        self._mark().value = self.header.call.sequence ^ _MARK
+        return self.bytes[: HEADER_BYTES + nbytes + _MARK_BYTES]
+
+    @property
+    def is_arriving(self) -> bool:
+        """Whether its beginning is here."""
+        return bool(self.header.call.sequence)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether its end is here, too. Once in ages a part of a message looks like this."""
+        return self.is_arriving and self._mark().value == self.header.call.sequence ^ _MARK
+
+    def _mark(self) -> C.c_uint64:
+        return C.c_uint64.from_address(self.address + self.header.nbytes)
 
 
 class Lane:
@@ -131,22 +154,22 @@ class Lane:
 
     def send(self, message: LaneMessage, nbytes: int, hosts: Sequence[int]) -> None:
         """Start sending it. It may not be changed any more."""
-        data = [message.bytes[: HEADER_BYTES + nbytes]]
+        data = [message.seal(nbytes)]
         assert message is self._outgoing[0], "messages are sent in the order they are taken"
         message.works = [self._sends_to(host).send(data, host, _TAG) for host in hosts]
         self._outgoing.rotate(-1)
 
-    def is_arriving(self, host: int) -> bool:
-        """Whether the next message from a host is here, or its beginning."""
-        return bool(self._incoming[host][0].header.call.sequence)
+    def next_from(self, host: int) -> LaneMessage:
+        """What the next message from a host arrives in."""
+        return self._incoming[host][0]
 
     def receive(self, host: int, timeout: timedelta) -> LaneMessage:
         """The next message from a host, to be given back by `received`."""
         self.await_next(host, timeout)
         return self._incoming[host][0]
 
-    def receive_arriving(self, host: int, timeout: timedelta) -> LaneMessage:
-        """The same if its beginning is here."""
+    def receive_whole(self, host: int, timeout: timedelta) -> LaneMessage:
+        """The same if it is here."""
         message = self._incoming[host][0]
         _await_all(message, timeout)
         return message

@@ -66,6 +66,8 @@ _MIN_LEFT_NS = 1_000_000  # Gloo counts in milliseconds, and zero means no limit
 # How long the caller of a short call looks for the answer itself: about what it takes to arrive on
 # a fast link. To be woken by Gloo takes two threads, and as long again.
 _NAPS_S = (2e-5,) * 8 + (5e-5,) * 6 + (1e-4,) * 4
+# The same for the rest, once its beginning is there.
+_NAPS_WHILE_ARRIVING = 30
 
 
 class Links:
@@ -128,10 +130,18 @@ class Links:
         """Wait for the next message of a host. Signals are handled meanwhile."""
         lane = self.lane
         lane.post_free()
+        message = lane.next_from(host)
         for nap in _NAPS_S:
-            if lane.is_arriving(host):
-                return
+            if message.is_arriving:
+                break
             time.sleep(nap)
+        for _ in range(_NAPS_WHILE_ARRIVING):
+            # Not before: Gloo's wait for the rest of one whose sender has died has no end.
+            if message.is_whole:
+                return
+            if not message.is_arriving:
+                break
+            time.sleep(_NAPS_S[-1])
         self.run_on_waiting_thread(lambda: lane.await_next(host, timeout))
 
     def run_on_waiting_thread(self, wait: Callable[[], object]) -> None:
@@ -446,7 +456,7 @@ class MultiHostCall:
         if not self._on_callers_thread:
             return self.links.lane.receive(host, self.left())
         self.links.await_arrival(host, self.left())
-        return self.links.lane.receive_arriving(host, self.left())
+        return self.links.lane.receive_whole(host, self.left())
 
     def _pass_over_first(self) -> None:
         for host in self.placement.other_hosts:
