@@ -62,8 +62,9 @@ _DEPTH = 2
 _SHORT_BYTES = 8 << 10
 _SHORT_SENT_BYTES = 128 << 10
 # Each further block costs about a millisecond of hand-overs, which is hidden while the one before
-# is on its way. On slow links blocks of the first length are long enough for that; on fast ones,
-# where less is hidden, they are longer.
+# is on its way. On slow links blocks of the first length are long enough for that, or slices of the
+# second where there are few lanes; on fast ones, where less is hidden, they are longer.
+_MIN_BLOCK_BYTES = 512 << 10
 _MIN_SLICE_BYTES = 256 << 10
 _FAST_MIN_SLICE_BYTES = 512 << 10
 _BLOCK_S = 4e-3
@@ -111,7 +112,8 @@ class ReducePlan:
             else _pieces_are_faster(nbytes, hosts, link)
         )
         on_its_way = int(link.bytes_per_s * _BLOCK_S) // lanes
-        at_least = min(max(on_its_way, _MIN_SLICE_BYTES), _FAST_MIN_SLICE_BYTES)
+        shortest = min(_MIN_SLICE_BYTES, _MIN_BLOCK_BYTES // lanes)
+        at_least = min(max(on_its_way, shortest), _FAST_MIN_SLICE_BYTES)
         wanted = -(-nbytes // lanes // _BLOCKS_WANTED)
         at_most = _MAX_SLICE_IN_PIECES_BYTES if in_pieces else message_capacity(hosts)
         slice_bytes = min(max(wanted, at_least * element_bytes // wire_bytes), at_most)
