@@ -5,8 +5,8 @@
 
 In each run the ranks measure their network as `paceline doctor --hosts` does, and the parts of a
 step without exchange. From these alone the model says what all-reduces and steps take; then they
-are timed. The last column is predicted over measured. Exit status 1 if one is off by more than a
-fifth.
+are timed, in turns, and of each the best counts. The last column is predicted over measured. Exit
+status 1 if one is off by more than a fifth.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ import functools
 import itertools
 import json
 import pathlib
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from paceline.bench.bench_tools import join_group, print_table
@@ -41,7 +40,7 @@ _LINKS = ("200mbit", "500mbit", "1gbit")
 _DELAYS = ("0", "2ms")
 _SIZES = (2 << 20, 8 << 20)
 _WIDTH, _LAYERS, _BATCH = 1024, 4, 64
-_REPEATS = 7
+_WARM_UPS, _REPEATS = 2, 7
 _TOLERANCE = 0.2
 _MS = 1e3
 
@@ -174,22 +173,33 @@ def _timed_all_reduces() -> dict[str, Any]:
     import torch
     import torch.distributed as dist
 
-    found = {}
-    for algorithm, group in _groups().items():
-        tensors = [torch.zeros(size // 4) for size in _SIZES]
-        found[str(algorithm)] = [
-            _median_s(functools.partial(dist.all_reduce, tensor, group=group)) for tensor in tensors
-        ]
+    groups = _groups()
+    found: dict[str, list[float]] = {str(algorithm): [] for algorithm in groups}
+    for size in _SIZES:
+        tensor = torch.zeros(size // 4)
+        actions = {
+            str(algorithm): functools.partial(dist.all_reduce, tensor, group=group)
+            for algorithm, group in groups.items()
+        }
+        for name, seconds in _best_s(actions).items():
+            found[name].append(seconds)
     return {"all_reduce_s": found}
 
 
 def _parts_of_step() -> dict[str, float]:
     """What a step takes without exchange, and the shares of its forward and its update."""
     forward, backward, update = _forward_backward_update(_model())
-    forward_s = _median_s(forward)
-    both_s = _median_s(lambda: (forward(), backward()))
-    step_s = _median_s(lambda: (forward(), backward(), update()))
-    shares = {"forward_share": forward_s / step_s, "update_share": 1 - both_s / step_s}
+    actions = {
+        "forward": forward,
+        "both": lambda: (forward(), backward()),
+        "step": lambda: (forward(), backward(), update()),
+    }
+    seconds = _best_s(actions)
+    step_s = seconds["step"]
+    shares = {
+        "forward_share": seconds["forward"] / step_s,
+        "update_share": 1 - seconds["both"] / step_s,
+    }
     return {"compute_s": step_s} | {name: max(share, 0.0) for name, share in shares.items()}
 
 
@@ -206,7 +216,7 @@ def _timed_steps() -> dict[str, Any]:
         Algorithm.HIERARCHY: ours(_model()),
         Algorithm.HIERARCHY_BFLOAT16: ours(_model(), wire_dtype=torch.bfloat16),
     }
-    seconds = {str(algorithm): _median_s(_step(model)) for algorithm, model in models.items()}
+    seconds = _best_s({str(algorithm): _step(model) for algorithm, model in models.items()})
     planned = [bucket.nbytes for bucket in models[Algorithm.HIERARCHY].reducer.buckets]
     layer = planned[0]  # a bucket of stock DDP after the first, of one layer, is 25 MiB
     buckets = dict.fromkeys(seconds, planned)
@@ -241,20 +251,23 @@ def _forward_backward_update(model: Any) -> tuple[Callable[[], object], ...]:
     return forward, lambda: losses.pop().backward(), optimizer.step
 
 
-def _median_s(action: Callable[[], object]) -> float:
-    """The median time of the slowest rank; two calls before are not counted."""
+def _best_s(actions: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    """The shortest time of each, on the slowest rank. They take turns; in the first few they only
+    warm up.
+    """
     import torch
     import torch.distributed as dist
 
-    times = []
-    for _ in range(2 + _REPEATS):
-        dist.barrier()
-        started = time.perf_counter()
-        action()
-        times.append(time.perf_counter() - started)
-    slowest = torch.tensor(times[2:])
+    times: dict[str, list[float]] = {name: [] for name in actions}
+    for _ in range(_WARM_UPS + _REPEATS):
+        for name, action in actions.items():
+            dist.barrier()
+            started = time.perf_counter()
+            action()
+            times[name].append(time.perf_counter() - started)
+    slowest = torch.tensor([taken[_WARM_UPS:] for taken in times.values()])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return statistics.median(slowest.tolist())
+    return dict(zip(times, slowest.min(dim=1).values.tolist(), strict=True))
 
 
 if __name__ == "__main__":

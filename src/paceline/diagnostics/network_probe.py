@@ -1,8 +1,9 @@
 """Measures what hosts have between and inside them, with all ranks at work as in training.
 
 Hosts meet in pairs, all pairs of a round at once: as many ranks on each side as the smallest host
-has, each with one partner, sending both ways. Of what ranks of a host or a pair measure, the worst
-counts: a collective waits for it.
+has, each with one partner, sending both ways. Of what ranks of a host or a pair measure at the same
+time, the worst counts: a collective waits for it. Of what is measured several times, the best
+counts: the others show what else the machines had to do.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import ctypes as C
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -42,7 +43,11 @@ _LARGEST_SHARE = 0.9
 
 def measure_network() -> NetworkFigures:
     """The hosts of the default group. All its ranks call this, and all get the result."""
-    return _Probe().measure()
+    probe = _Probe()
+    try:
+        return probe.measure()
+    finally:
+        probe.close()
 
 
 class _Probe:
@@ -63,6 +68,12 @@ class _Probe:
         # share of its speed that a busy link takes.
         self._waits_for_core, self._core_share = 1.0, 0.0
         self._names = [told[members[0]].split(" ")[1] for members in self._placement.members]
+        # Each way over connections of its own, as collectives do it: Gloo works badly both ways.
+        self._ways = dist.new_group(), dist.new_group()
+
+    def close(self) -> None:
+        for group in self._ways:
+            dist.destroy_process_group(group)
 
     def measure(self) -> NetworkFigures:
         hosts = self._measure_hosts()
@@ -72,11 +83,14 @@ class _Probe:
         for met in rounds:
             peer = self._peer(met)
             latency_s = self._over_hosts(self._ping(peer))
-            transfer_s = self._over_hosts(self._transfer(peer, nbytes))
-            messages += self._over_hosts(self._burst(peer, latency_s[self._placement.host]))
+            transfers_s = self._turns_over_hosts(self._transfers(peer, nbytes))
+            own_latency_s = latency_s[self._placement.host]
+            bursts_s = self._turns_over_hosts(self._bursts(peer, own_latency_s))
+            messages.append(min(map(max, zip(*bursts_s, strict=True))))
             core_shares += self._over_hosts(self._core_share)
             for pair in met:
-                latency, seconds = (max(both[h] for h in pair) for both in (latency_s, transfer_s))
+                latency = max(latency_s[host] for host in pair)
+                seconds = min(map(max, *(transfers_s[host] for host in pair)))
                 link = Link(latency, self._placement.lanes * nbytes / seconds)
                 pairs.append(PairFigures(pair, link))
         return NetworkFigures(
@@ -89,11 +103,15 @@ class _Probe:
 
     def _over_hosts(self, value: float) -> list[float]:
         """The largest value of any rank, by host; the same list on all ranks."""
-        table = torch.zeros(self._placement.hosts, dtype=torch.float64)
-        table[self._placement.host] = value
+        return [largest for (largest,) in self._turns_over_hosts([value])]
+
+    def _turns_over_hosts(self, values: Sequence[float]) -> list[list[float]]:
+        """The same for each turn of a measurement."""
+        table = torch.zeros(self._placement.hosts, len(values), dtype=torch.float64)
+        table[self._placement.host] = torch.tensor(values)
         dist.all_reduce(table, dist.ReduceOp.MAX)
-        values: list[float] = table.tolist()
-        return values
+        by_host: list[list[float]] = table.tolist()
+        return by_host
 
     # --- inside a host ----------------------------------------------------------------------------
 
@@ -101,16 +119,19 @@ class _Probe:
         latency_s, transfer_s = self._sum_inside()
         matrix = torch.ones(_MATRIX, _MATRIX)
         dist.barrier()
-        began, cpu_began = time.perf_counter(), time.thread_time()
-        shortest = _shortest(lambda: matrix @ matrix, 10 * _REPEATS)
-        taken, cpu_taken = time.perf_counter() - began, time.thread_time() - cpu_began
-        self._waits_for_core = max(taken / cpu_taken, 1.0)
+        shortest_s, waits = [], []
+        for _ in range(_REPEATS):
+            began, cpu_began = time.perf_counter(), time.thread_time()
+            shortest_s.append(_shortest(lambda: matrix @ matrix, 10))
+            taken, cpu_taken = time.perf_counter() - began, time.thread_time() - cpu_began
+            waits.append(taken / cpu_taken)
+        self._waits_for_core = max(statistics.median(waits), 1.0)
         figures = zip(
             self._names,
             self._placement.members,
             self._over_hosts(latency_s),
             self._over_hosts(transfer_s),
-            self._over_hosts(shortest),
+            self._over_hosts(min(shortest_s)),
             strict=True,
         )
         return [
@@ -152,11 +173,8 @@ class _Probe:
             core.plc_sum_of_bf16(values.data_ptr(), shares, len(shares), values.numel())
 
         round_and_add()
-        began = time.thread_time()
-        for _ in range(_REPEATS):
-            round_and_add()
-        taken = (time.thread_time() - began) * self._waits_for_core
-        return taken / _REPEATS / _ROUNDED_BYTES
+        shortest = _shortest(round_and_add, clock=time.thread_time)
+        return shortest * self._waits_for_core / _ROUNDED_BYTES
 
     # --- between hosts ----------------------------------------------------------------------------
 
@@ -173,30 +191,40 @@ class _Probe:
         """How many bytes a rank sends in about the time a measurement may take."""
         if not rounds:
             return 0
-        seconds = max(self._over_hosts(self._transfer(self._peer(rounds[0]), _TRIAL_BYTES)))
+        peer = self._peer(rounds[0])
+        trials_s = self._turns_over_hosts(self._transfers(peer, _TRIAL_BYTES))
+        seconds = min(map(max, zip(*trials_s, strict=True)))
         return min(max(int(_TRIAL_BYTES * _TRANSFER_S / seconds), _TRIAL_BYTES), _MOST_BYTES)
 
-    def _transfer(self, peer: int | None, nbytes: int) -> float:
-        """Seconds for so many bytes each way, while the other ranks do the same."""
+    def _transfers(self, peer: int | None, nbytes: int) -> list[float]:
+        """Seconds for so many bytes each way, in each of a few turns, in which all ranks begin
+        together: those of a host share its link.
+        """
         if peer is None:
-            return 0.0
+            for _ in range(_REPEATS):
+                dist.barrier()
+            return [0.0] * _REPEATS
         sent = torch.zeros(nbytes, dtype=torch.uint8)
         received = torch.empty_like(sent)
+        outwards, inwards = self._ways if self._placement.rank < peer else reversed(self._ways)
 
         def both_ways() -> None:
-            _wait(dist.irecv(received, peer), dist.isend(sent, peer))
+            _wait(dist.irecv(received, peer, group=inwards), dist.isend(sent, peer, group=outwards))
 
         # Connects, lets both begin together, and lets the kernel find out how much may be on its
         # way at once.
         for _ in range(_WARM_UPS):
             both_ways()
-        cpu_began = time.process_time()
-        times = _times(both_ways)
-        cpu_taken = time.process_time() - cpu_began
-        self._core_share = min(cpu_taken / sum(times) * self._waits_for_core, _LARGEST_SHARE)
-        # Not the shortest: another rank on the same link may have been idle meanwhile. Nor the
-        # mean: one lost packet may take longer than all the others.
-        return statistics.median(times)
+        times, shares = [], []
+        for _ in range(_REPEATS):
+            dist.barrier()
+            began, cpu_began = time.perf_counter(), time.process_time()
+            both_ways()
+            times.append(time.perf_counter() - began)
+            shares.append((time.process_time() - cpu_began) / times[-1])
+        share = statistics.median(shares) * self._waits_for_core
+        self._core_share = min(share, _LARGEST_SHARE)
+        return times
 
     def _ping(self, peer: int | None) -> float:
         """Half of a round trip, between the first ranks of two hosts."""
@@ -216,10 +244,13 @@ class _Probe:
         # One trip in a few waits for a core: that is no property of the link.
         return statistics.quantiles(times, n=4)[0] / 2
 
-    def _burst(self, peer: int | None, latency_s: float) -> float:
-        """What each of many short messages takes its sender."""
+    def _bursts(self, peer: int | None, latency_s: float) -> list[float]:
+        """What each of many short messages takes its sender, several times."""
         if peer is None or self._placement.local_index:
-            return 0.0
+            return [0.0] * _REPEATS
+        return [self._burst(peer, latency_s) for _ in range(_REPEATS)]
+
+    def _burst(self, peer: int, latency_s: float) -> float:
         data = [torch.zeros(1) for _ in range(_BURST)]
         started = time.perf_counter()
         if self._placement.rank < peer:
@@ -237,14 +268,14 @@ def _wait(*works: dist.Work | None) -> None:
         work.wait()
 
 
-def _shortest(action: Callable[[], object], repeats: int = _REPEATS) -> float:
-    return min(_times(action, repeats))
-
-
-def _times(action: Callable[[], object], repeats: int = _REPEATS) -> list[float]:
+def _shortest(
+    action: Callable[[], object],
+    repeats: int = _REPEATS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
     times = []
     for _ in range(repeats):
-        started = time.perf_counter()
+        started = clock()
         action()
-        times.append(time.perf_counter() - started)
-    return times
+        times.append(clock() - started)
+    return min(times)
