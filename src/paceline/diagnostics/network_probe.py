@@ -32,6 +32,7 @@ from paceline.diagnostics.scaling_model import Link
 __all__ = ["measure_network"]
 
 _PINGS, _BURST, _REPEATS = 30, 64, 5
+_TRANSFERS = 10  # more of them: what else a machine has to do may last a second
 _TRIAL_BYTES, _MOST_BYTES = 1 << 20, 64 << 20
 _TRANSFER_S = 0.2
 _WARM_UPS = 4
@@ -201,9 +202,9 @@ class _Probe:
         together: those of a host share its link.
         """
         if peer is None:
-            for _ in range(_REPEATS):
+            for _ in range(_TRANSFERS):
                 dist.barrier()
-            return [0.0] * _REPEATS
+            return [0.0] * _TRANSFERS
         sent = torch.zeros(nbytes, dtype=torch.uint8)
         received = torch.empty_like(sent)
         outwards, inwards = self._ways if self._placement.rank < peer else reversed(self._ways)
@@ -216,7 +217,7 @@ class _Probe:
         for _ in range(_WARM_UPS):
             both_ways()
         times, shares = [], []
-        for _ in range(_REPEATS):
+        for _ in range(_TRANSFERS):
             dist.barrier()
             began, cpu_began = time.perf_counter(), time.process_time()
             both_ways()
