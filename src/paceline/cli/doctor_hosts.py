@@ -157,7 +157,8 @@ def _print(
     backend: str, figures: NetworkFigures, slow: list[str], workload: Workload | None
 ) -> None:
     ranks = sum(host.ranks for host in figures.hosts)
-    print(f"paceline doctor --hosts: {ranks} ranks on {len(figures.hosts)} hosts, {backend}")
+    hosts = "1 host" if len(figures.hosts) == 1 else f"{len(figures.hosts)} hosts"
+    print(f"paceline doctor --hosts: {ranks} ranks on {hosts}, {backend}")
     for number, host in enumerate(figures.hosts[:_HOSTS_LISTED]):
         inside = "" if host.inside is None else f", inside {_shown(host.inside)}"
         print(f"   host {number}   {host.name}, {host.ranks} ranks{inside}")
