@@ -200,6 +200,29 @@ def test_a_rank_that_fails_over_and_over_ends_the_job(tmp_path):
     assert "failed first: KeyError: 'no such sample'; 1 other stopped" in job.last_line
 
 
+def test_errors_are_shown_by_a_launcher_that_was_late_for_them(tmp_path):
+    """Those of three processes, one after the other on the same pipe, are there at once."""
+    step = """
+while me == 1 and not (folder / "is-stopped").exists():
+    time.sleep(0.01)
+if job.slot == 1:
+    raise KeyError(f'no sample {me}')
+if step:
+    step -= 1
+"""
+    options = ("--restart-on-error", "--grace=5")
+    with launched(_command(tmp_path, step, elastic="2:2", options=options)) as job:
+        wait_for_files(tmp_path / "up-1-01")
+        os.kill(job.process.pid, signal.SIGSTOP)
+        (tmp_path / "is-stopped").touch()
+        _wait_until_ended(_pid(tmp_path / "up-3-01"))
+        os.kill(job.process.pid, signal.SIGCONT)
+        assert job.wait() == 1
+    shown = re.findall(r"\[1\] KeyError: 'no sample (\d)'", job.stderr)
+    assert shown == ["1", "2", "3"]
+    assert "failed first: KeyError: 'no sample 3'; 1 other stopped" in job.last_line
+
+
 def test_without_restarts_the_job_goes_on_down_to_its_least_number(tmp_path):
     options = ("--max-restarts=0",)
     with launched(_command(tmp_path, elastic="2:3", options=options)) as job:

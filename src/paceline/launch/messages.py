@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import os
 from collections.abc import Mapping
 
 __all__ = [
@@ -148,6 +149,7 @@ class Report:
     payload: bytes = b""  # the pickled result or exception
     caused_by: int | None = None  # another rank, whose own error this one only passes on
     exitcode: int = 1  # with which the rank is about to end
+    pid: int = dataclasses.field(default_factory=os.getpid)
 
 
 @dataclasses.dataclass(frozen=True)

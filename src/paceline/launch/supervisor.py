@@ -263,7 +263,25 @@ class _Rank:
         if self.report is not None or len(self._frame) < 8 + size:
             return None
         self.report = pickle.loads(self._frame[8 : 8 + size])
+        del self._frame[: 8 + size]
         return self.report
+
+    @property
+    def own_report(self) -> Report | None:
+        """The report, if it is not that of the process that has taken its place meanwhile."""
+        report = self.report
+        return None if report is not None and self.pid not in {None, report.pid} else report
+
+    def next_life(self) -> _Rank:
+        """For the process that takes its place. What that has written may have been read already;
+        half a message of this one is dropped.
+        """
+        rank = _Rank(self.index)
+        if self.own_report is not None:
+            rank.feed_report(bytes(self._frame))
+        elif self.report is not None:
+            rank.report, rank._frame = self.report, self._frame
+        return rank
 
     def failure(self, was_stopped: bool) -> Failure | None:
         """How it failed by itself, if it did; a rank that ended because it was asked to did not."""
@@ -484,16 +502,16 @@ class _JobRun:
 
     def _forget_life(self, rank: _Rank) -> None:
         """A rank has ended, and the job goes on. Another process may write to its pipes from now
-        on: what this one has written is read before, and half a message is dropped.
+        on, if it has not begun to: what this one has written is read before.
         """
         for key in [*self._selector.get_map().values()]:
             if _is_pipe(key) and key.data[1] == rank.index:
                 while self._on_pipe(key.fd, *key.data):
                     pass
         self._output.end(rank.index)
-        if rank.report is not None and rank.report.kind is ReportKind.ERROR:
-            self._output.report(rank.index, rank.report.text)
-        self._ranks[rank.index] = _Rank(rank.index)
+        if (report := rank.own_report) is not None and report.kind is ReportKind.ERROR:
+            self._output.report(rank.index, report.text)
+        self._ranks[rank.index] = rank.next_life()
 
     def _on_pipe(self, descriptor: int, kind: str, rank: int) -> bool:
         """Read from a pipe; whether there was anything."""
