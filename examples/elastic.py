@@ -54,10 +54,10 @@ def main() -> None:
     for epoch in training.epochs(options.epochs):
         model.train()
         for batch in training.batches():
+            # Not with its first shard: of a rank that is late the others may take all.
             is_last = paceline.world_size() > 1 and paceline.rank() == paceline.world_size() - 1
             if training.step == options.kill_at and joined_at == 0 and is_last:
                 os.kill(os.getpid(), signal.SIGKILL)
-            # Of a rank that is late the others may take all shards.
             for x, y in batch.shards():
                 F.cross_entropy(model(x), y).backward()
             optimizer.step()

@@ -76,6 +76,9 @@ class MessageHeader(C.Structure):
     ]
 
 
+assert C.sizeof(MessageHeader) <= HEADER_BYTES
+
+
 class LaneMessage:
     """Memory for one message: its header, its data, and a mark that shows where it ends."""
 
@@ -154,8 +157,8 @@ class Lane:
 
     def send(self, message: LaneMessage, nbytes: int, hosts: Sequence[int]) -> None:
         """Start sending it. It may not be changed any more."""
-        data = [message.seal(nbytes)]
         assert message is self._outgoing[0], "messages are sent in the order they are taken"
+        data = [message.seal(nbytes)]
         message.works = [self._sends_to(host).send(data, host, _TAG) for host in hosts]
         self._outgoing.rotate(-1)
 
