@@ -135,6 +135,19 @@ def test_how_a_model_scales_is_told_in_a_table(capsys):
     assert json.loads(json.dumps(facts))["hosts"][0]["name"] == "node0"
 
 
+def test_one_rank_and_one_host_are_counted_in_the_singular(capsys):
+    from paceline.cli import doctor_hosts
+    from paceline.diagnostics.network_figures import HostFigures, NetworkFigures
+
+    figures = NetworkFigures((HostFigures("node0", 1, None, 1e-3),), (), 1e-5)
+    doctor_hosts._print("paceline", figures, [], None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        "paceline doctor --hosts: 1 rank on 1 host, paceline",
+        "   host 0   node0, 1 rank",
+    ]
+
+
 def test_a_recorded_run_says_how_large_its_gradients_and_steps_are(tmp_path):
     def check(rank, world):
         import torch

@@ -13,6 +13,7 @@ import pathlib
 import statistics
 from typing import TYPE_CHECKING, Any
 
+from paceline.cli.summary_card import counted
 from paceline.diagnostics.scaling_model import (
     Algorithm,
     Cluster,
@@ -156,12 +157,12 @@ def _facts(
 def _print(
     backend: str, figures: NetworkFigures, slow: list[str], workload: Workload | None
 ) -> None:
-    ranks = sum(host.ranks for host in figures.hosts)
-    hosts = "1 host" if len(figures.hosts) == 1 else f"{len(figures.hosts)} hosts"
-    print(f"paceline doctor --hosts: {ranks} ranks on {hosts}, {backend}")
+    ranks = counted(sum(host.ranks for host in figures.hosts), "rank")
+    hosts = counted(len(figures.hosts), "host")
+    print(f"paceline doctor --hosts: {ranks} on {hosts}, {backend}")
     for number, host in enumerate(figures.hosts[:_HOSTS_LISTED]):
         inside = "" if host.inside is None else f", inside {_shown(host.inside)}"
-        print(f"   host {number}   {host.name}, {host.ranks} ranks{inside}")
+        print(f"   host {number}   {host.name}, {counted(host.ranks, 'rank')}{inside}")
     if len(figures.hosts) > _HOSTS_LISTED:
         print(f"   and {len(figures.hosts) - _HOSTS_LISTED} more")
     if not figures.pairs:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from paceline.diagnostics.run_summary import RunSummary, phase_label
 
-__all__ = ["render_card"]
+__all__ = ["counted", "render_card"]
 
 _NARROWEST = 24
 _BOLD, _DIM, _PLAIN = "\x1b[1m", "\x1b[2m", "\x1b[0m"
@@ -48,7 +48,7 @@ def _wrapped(text: str, width: int | None, first_indent: int, indent: int) -> li
 
 
 def _head(summary: RunSummary) -> str:
-    steps = _count(summary.steps, "step")
+    steps = counted(summary.steps, "step")
     return f"paceline: {summary.script} {_ENDS[summary.outcome]} after {steps} on {_ranks(summary)}"
 
 
@@ -57,7 +57,7 @@ def _ranks(summary: RunSummary) -> str:
         # The others are on other hosts, or have not trained.
         return f"{summary.ranks} of {summary.world} ranks"
     is_part = summary.elastic is not None and summary.elastic.of_this_host
-    return _count(summary.ranks, "rank") + (" of this host" if is_part else "")
+    return counted(summary.ranks, "rank") + (" of this host" if is_part else "")
 
 
 def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
@@ -68,7 +68,7 @@ def _rows(summary: RunSummary) -> Iterator[tuple[str, str]]:
     if (elastic := summary.elastic) is not None:
         yield (
             "elastic",
-            f"{_count(elastic.generations, 'generation')}; {_count(elastic.lost, 'rank')} lost, "
+            f"{counted(elastic.generations, 'generation')}; {counted(elastic.lost, 'rank')} lost, "
             f"{elastic.joined} joined",
         )
     if summary.timeline is not None:
@@ -109,5 +109,6 @@ def _waiting(summary: RunSummary) -> str:
     )
 
 
-def _count(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """So many of something, in words: 1 rank, 1,024 ranks."""
     return f"{number:,} {what}{'' if number == 1 else 's'}"
