@@ -192,6 +192,8 @@ class ElasticRun:
         match request["is"]:
             case "ready":
                 self._membership.ready(member)
+            case "settled":
+                self._membership.settled(request["generation"])
             case "leaving":
                 self._membership.leaving(member)
             case "disconnected":

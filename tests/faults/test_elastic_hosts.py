@@ -31,7 +31,7 @@ SCRIPT = """
     from torch.nn.functional import cross_entropy
     import paceline
     from paceline.backend import abandonable_links
-    from paceline.launch.elastic_job import current_elastic_job
+    from paceline.launch.elastic_job import ElasticJob, current_elastic_job
     from paceline.training.generations import Generations
 
     folder, checkpoint = pathlib.Path(sys.argv[1]), sys.argv[2:]
@@ -62,6 +62,8 @@ SCRIPT = """
         before(Generations, "_hand_over", host_dies)
     elif fault == "cut off connecting":
         before(abandonable_links, "Links", host_is_cut_off)
+    elif fault == "not heard":
+        ElasticJob.settled = ElasticJob.report_step = lambda *_: None
     generator = torch.Generator().manual_seed(1)
     data = torch.utils.data.TensorDataset(
         torch.randn(72, 6, generator=generator), torch.randint(0, 4, (72,), generator=generator)
@@ -92,6 +94,14 @@ SCRIPT = """
                 return
             time.sleep(0.01)
 
+    def wait_until_first_host_is_done():
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            members = job.wait_beyond(job.latest() - 1, 1.0).members
+            if all(member.host != 0 for member in members):
+                return
+            time.sleep(0.01)
+
     for epoch in training.epochs(10):
         for batch in training.batches():
             for inputs, labels in batch.shards():
@@ -105,6 +115,9 @@ SCRIPT = """
                 wait_for_ranks()
     if not training.stopping:
         digest = hashlib.sha256(training.digest().encode()).hexdigest()
+        if fault == "not heard":
+            wait_until_first_host_is_done()
+            time.sleep(0.5)  # for an order to come that this rank is not needed
         (folder / f"digest-{me}").write_text(digest)
 """
 FIRST = "10.77.0.1:29400"
@@ -300,6 +313,17 @@ def test_a_host_joins_a_running_job_and_leaves_it(job, undisturbed):
     assert re.search(r"finished after \d+ steps on 4 ranks\n", said)
     assert "; 0 ranks lost, 2 joined\n" in said
     assert set(job.digests().values()) == {undisturbed}
+
+
+def test_ranks_that_are_heard_late_are_not_taken_for_ones_that_came_late(job, undisturbed):
+    """When the first ranks end, nobody has heard from those that have joined that they train."""
+    with job.start(0, hosts=1) as first:
+        job.begin(0, 1)
+        with job.start(1, hosts=1, fault="not heard") as other:
+            job.want(4)
+            end(first)
+            end(other)
+    assert job.digests() == {f"digest-{slot}": undisturbed for slot in range(4)}
 
 
 def test_a_host_dies_while_it_connects_and_another_while_it_is_given_the_state(job, undisturbed):

@@ -104,11 +104,16 @@ ELASTIC = """
     ray.init(num_cpus=3, include_dashboard=False, logging_level=logging.ERROR, log_to_driver=False)
 
     def train_elastically():
-        # Rank 1 dies after the first step; the other one waits for its replacement.
+        # Rank 1 dies after the first step; the other one waits for its replacement. That one tells
+        # the driver late how far it is, and ends after the other one.
         from torch.optim.optimizer import register_optimizer_step_post_hook
-        from paceline.launch.elastic_job import current_elastic_job
+        from paceline import ray_workers
+        from paceline.launch.elastic_job import ElasticJob, current_elastic_job
         from tests.harness.exact_models import digest, make, run
         job = current_elastic_job()
+        if job.member == 2:
+            ray_workers._LOOK_S = 300.0
+            ElasticJob.settled = lambda *_: None
         steps = []
         def after_step(*_):
             steps.append(1)
@@ -120,8 +125,12 @@ ELASTIC = """
         paceline.init_process_group()
         hook = register_optimizer_step_post_hook(after_step)
         model, optimizer, training = make("cnn")
+        generation = job.wait_beyond(-1, 60.0)
         metrics = run("cnn", model, optimizer, training, 6)
         hook.remove()
+        deadline = time.monotonic() + 60
+        while job.member == 2 and not job.has_lost(generation) and time.monotonic() < deadline:
+            time.sleep(0.01)
         return job.member, digest(model, optimizer, metrics[-1:])
     print("elastic", *paceline.ray.launch(train_elastically, 2, elastic=(1, 2)), flush=True)
 

@@ -164,7 +164,7 @@ class World:
             left_out = {each.id for each in before.members} - {
                 each.id for each in generation.members
             }
-            assert left_out <= self.leaving | (left_out - set(self.alive))
+            assert left_out <= self.leaving | self.doomed | (left_out - set(self.alive))
             if any(each in self.alive and each in self.settled for each in left_out):
                 assert any(each.id in self.settled for each in generation.members)
 
@@ -448,6 +448,27 @@ def test_when_a_rank_is_done_nobody_joins_and_late_ones_are_not_needed(world):
     assert world.end(2, code=0) is Verdict.FINISHED
     assert world.membership.is_over
     assert len(world.told) == 1, "the end needs no words"
+
+
+def test_one_whose_steps_were_not_heard_is_needed_if_another_has_told_that_it_trains(world):
+    world.end(3)
+    world.ready(4)
+    assert world.newest == [0, 1, 2, 3]
+    world.membership.settled(0)
+    world.membership.settled(2)
+    assert world.end(0, code=0) is Verdict.FINISHED
+    assert not any(isinstance(order, Kill) for order in world.orders)
+    assert world.newest == [1, 2, 3]
+    assert world.end(4, code=0) is Verdict.FINISHED
+
+
+def test_what_is_told_of_an_older_generation_says_nothing_of_one_that_has_joined_since(world):
+    world.end(3)
+    world.ready(4)
+    world.membership.settled(1)
+    assert world.end(0, code=0) is Verdict.FINISHED
+    assert Kill(4) in world.orders
+    assert world.end(4) is Verdict.LEFT
 
 
 def test_the_first_ranks_train_although_one_of_them_does_not():

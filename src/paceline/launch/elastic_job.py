@@ -2,8 +2,8 @@
 
 Which processes train together is decided by the fork server alone. It publishes generations on the
 job page, which every rank has mapped; a rank reads the newest one and tells the fork server, in a
-line on a pipe that all ranks write to, that it is ready to be counted in, is about to leave, or is
-failing.
+line on a pipe that all ranks write to, that it is ready to be counted in, trains together with the
+others, is about to leave, or is failing.
 """
 
 from __future__ import annotations
@@ -109,6 +109,10 @@ class ElasticJob:
     def ready(self) -> None:
         """This process can be counted in from now on."""
         self._request("ready")
+
+    def settled(self, generation: Generation) -> None:
+        """This process trains together with all others of a generation: each has the state."""
+        self._request("settled", generation=generation.number)
 
     def leaving(self) -> None:
         """This process is to be left out of the next generation, and ends when it begins."""

@@ -4,7 +4,7 @@ runs.
     launcher --control-->  fork server  --fork-->  ranks, in slots 0 .. MAX - 1
                              |    ^  \\--fork-->   store process
                       job page    requests pipe
-                    (generations) (ready, leaving, failing, disconnected, scale)
+                    (generations) (ready, settled, leaving, failing, disconnected, scale)
 
 What is to be done is decided in `launch/membership.py`; this module tells it what happens and does
 what it orders. It must be able to fork at any moment and therefore starts no thread: the store,
@@ -355,6 +355,8 @@ class ElasticServer:
         match request.get("is"):
             case "ready":
                 self._membership.ready(member)
+            case "settled":
+                self._membership.settled(request.get("generation", -1))
             case "leaving":
                 self._membership.leaving(member)
             case "failing":

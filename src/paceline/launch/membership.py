@@ -171,7 +171,8 @@ class _Process:
     is_initial: bool
     pid: int | None = None
     standing: _Standing = _Standing.STARTING
-    step: int | None = None  # None: it does not have the state of training
+    joined: int | None = None  # the first generation that has it
+    has_state: bool = False  # of training
     is_leaving: bool = False
     is_failing: bool = False
     has_time_limit: bool = False  # to end, after it was asked to leave
@@ -308,6 +309,16 @@ class Membership:
         if process is not None and process.standing is _Standing.STARTING:
             process.standing = _Standing.READY
 
+    def settled(self, generation: int) -> None:
+        """The ranks of a generation train together: all of them have the state of training.
+
+        Any of them tells so. How far a rank is may be heard late, after the end of others that have
+        trained with it; but what they have told before their end is heard before it.
+        """
+        for process in self._processes.values():
+            if process.joined is not None and process.joined <= generation:
+                self._note_state(process)
+
     def leaving(self, member_id: int) -> None:
         """A process was asked to leave, by whomever."""
         process = self._processes.get(member_id)
@@ -367,11 +378,14 @@ class Membership:
         """How far members have come, by id."""
         for member_id, step in steps.items():
             if step is not None and member_id in self._processes:
-                if self._processes[member_id].step is None:
-                    self._failed_starts = 0
-                self._processes[member_id].step = step
+                self._note_state(self._processes[member_id])
                 if step > self._job_step:
                     self._job_step, self._regroups = step, 0
+
+    def _note_state(self, process: _Process) -> None:
+        if not process.has_state:
+            process.has_state = True
+            self._failed_starts = 0
 
     def ended(self, member_id: int, exitcode: int, now: float) -> Verdict:
         """A process has ended."""
@@ -403,8 +417,8 @@ class Membership:
 
     def _is_premature(self, process: _Process) -> bool:
         """Whether a replacement has ended before it took part, while others train."""
-        others_train = any(other.step is not None for other in self._processes.values())
-        return not process.is_initial and process.step is None and others_train
+        others_train = any(other.has_state for other in self._processes.values())
+        return not process.is_initial and not process.has_state and others_train
 
     def _is_fatal(self, process: _Process, exitcode: int) -> bool:
         """Whether the job cannot go on without this process."""
@@ -436,7 +450,7 @@ class Membership:
             self._target -= 1
             return
         self._restarts += 1
-        if process.step is None:
+        if not process.has_state:
             # It died before it was of any use, and the next one may do the same.
             back_off_s = min(_FIRST_BACK_OFF_S * 2**self._failed_starts, _LONGEST_BACK_OFF_S)
             self._failed_starts += 1
@@ -507,7 +521,7 @@ class Membership:
         if self._phase is not _Phase.FINISHING:
             return
         for process in self._processes.values():
-            if not process.is_initial and process.step is None and process.stays:
+            if not process.is_initial and not process.has_state and process.stays:
                 process.is_leaving = True
                 yield Kill(process.member.id)
 
@@ -517,7 +531,7 @@ class Membership:
         # Those that lose least: without the state of training first, then the highest slots.
         staying = sorted(
             (process for process in self._processes.values() if process.stays),
-            key=lambda process: (process.step is not None, -process.member.slot),
+            key=lambda process: (process.has_state, -process.member.slot),
         )
         for process in staying[: -self._lacking]:
             self.leaving(process.member.id)
@@ -566,13 +580,14 @@ class Membership:
                 process.kill_at = min(process.kill_at, now + _LEAVE_S)
                 process.has_time_limit = True
                 self._news.append(f"{process.name} leaves")
+        number = self._newest.number + 1
         for process in chosen:
             if not process.is_member:
-                process.standing = _Standing.MEMBER
+                process.standing, process.joined = _Standing.MEMBER, number
                 if self._newest.number >= 0:
                     self._news.append(f"{process.name} joins")
         reason = "; ".join(self._news) or "the job begins"
-        self._newest = Generation(self._newest.number + 1, members, reason)
+        self._newest = Generation(number, members, reason)
         self._has_to_regroup = False
         untold = "; ".join(self._news[self._told :])
         self._news, self._told = [], 0
@@ -601,8 +616,8 @@ class Membership:
             if process.is_leaving and process.is_member
         ]
         is_enough = len(staying) >= self._config.min_ranks or not is_open
-        has_state = any(process.step is not None for process in staying)
-        would_lose_state = not has_state and any(process.step is not None for process in leaving)
+        has_state = any(process.has_state for process in staying)
+        would_lose_state = not has_state and any(process.has_state for process in leaving)
         if is_enough and not would_lose_state:
             return staying
         # Those that are to take the place of one that still has to stay wait for it.

@@ -257,6 +257,8 @@ class Generations:
         elif turn is Turn.ALONE:
             self.exchange.use(self._alone)
         self._is_settled = turn in (Turn.SETTLED, Turn.HAND_OVER, Turn.START)
+        if self._is_settled:
+            self._group.job.settled(self._group.generation)
         return turn
 
     def _hand_over(self, standings: list[Standing]) -> None:
@@ -270,6 +272,8 @@ class Generations:
         if self._progress is None:
             self._take(torch.load(io.BytesIO(payload.numpy().tobytes()), weights_only=True))
             self._progress = standings[source].progress
+        # Before anybody says that all have the state, or ends, all of them have it.
+        self.exchange.gather({})
 
 
 def _packed(state: Mapping[str, Any]) -> bytearray:
