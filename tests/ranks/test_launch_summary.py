@@ -200,7 +200,11 @@ def _top(*arguments):
 @pytest.fixture
 def running_job(tmp_path):
     """The id of a job that trains until the test is over."""
-    step = "pathlib.Path(sys.argv[1], f'up-{rank}').write_text(os.environ['PACELINE_RUN_ID'])"
+    # Only once: a file is empty for a moment whenever it is written anew.
+    step = (
+        "up = pathlib.Path(sys.argv[1], f'up-{rank}'); "
+        "up.exists() or up.write_text(os.environ['PACELINE_RUN_ID'])"
+    )
     endless = TRAIN.replace("for x, in paceline.DataLoader(data, batch_size=4):", "while True:")
     endless = endless.replace("model(x)", "model(torch.ones(2, 4))").replace("__STEP__", step)
     script = write_script(tmp_path, endless)
